@@ -1,0 +1,137 @@
+"""Rules that look at more than one field, each a named function.
+
+Training, the planner and the doctor call the same functions, so they cannot disagree about what is legal. A rule
+raises `UserError` naming the keys; it never edits. Rules that need the world size take it as an argument: nothing here
+knows about processes, so `danlu plan` can ask about a cluster from a laptop.
+"""
+
+from __future__ import annotations
+
+from danlu.base.errors import UserError
+from danlu.config.schema import Config, ModelSection
+
+SIZE_KEYS = (
+    "vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "mlp_size", "max_positions",
+    "tied_embeddings",
+)  # fmt: skip
+
+
+def size_overrides(model: ModelSection) -> dict[str, int | bool]:
+    """Return the size fields that the user set, by name."""
+    return {key: value for key in SIZE_KEYS if (value := getattr(model, key)) is not None}
+
+
+def check_duration(config: Config) -> None:
+    """Exactly one of ``train.steps`` and ``train.epochs`` is given."""
+    steps, epochs = config.train.steps, config.train.epochs
+    if (steps is None) == (epochs is None):
+        seen = "neither" if steps is None else f"steps={steps} and epochs={epochs}"
+        raise UserError("give exactly one of train.steps and train.epochs", where="train", seen=seen)
+    if epochs is not None and config.data.weights is not None:
+        raise UserError(
+            "a weighted mixture has no epochs",
+            where="train.epochs",
+            seen=f"data.weights={list(config.data.weights)}",
+            hint="give train.steps, or leave data.weights out",
+        )
+
+
+def check_data(config: Config) -> None:
+    """There is training data, and one weight per folder where weights are given."""
+    if not config.data.train:
+        raise UserError(
+            "no training data",
+            where="data.train",
+            seen="[]",
+            hint="run `danlu data build` and name the folder it wrote",
+        )
+    weights = config.data.weights
+    if weights is not None and len(weights) != len(config.data.train):
+        raise UserError(
+            "one weight per folder is needed",
+            where="data.weights",
+            seen=f"{len(weights)} weights for {len(config.data.train)} folders",
+        )
+
+
+def check_init(config: Config) -> None:
+    """Sizes may be changed only for a model that starts from random weights."""
+    changed = size_overrides(config.model)
+    if config.model.init == "pretrained" and changed:
+        raise UserError(
+            "a pretrained model keeps its sizes",
+            where=f"model.{next(iter(changed))}",
+            seen=changed,
+            hint='set model.init = "random", or leave the size out',
+        )
+
+
+def check_schedule(config: Config) -> None:
+    """The warm-up fits into the run."""
+    steps, warmup = config.train.steps, config.schedule.warmup_steps
+    if steps is not None and warmup > steps:
+        raise UserError(
+            "the warm-up is longer than the run",
+            where="schedule.warmup_steps",
+            seen=f"{warmup} of train.steps={steps}",
+            legal=f"0 to {steps}",
+        )
+
+
+def solve_data_degree(config: Config, world_size: int) -> int:
+    """Return the number of data ranks.
+
+    Raises:
+        UserError: the degrees do not multiply to ``world_size``.
+    """
+    degree = config.parallel.dp_replicate
+    if degree == -1:
+        return world_size
+    if degree == 0 or degree != world_size:
+        raise UserError(
+            "the parallel degrees must multiply to the number of processes",
+            where="parallel.dp_replicate",
+            seen=f"dp_replicate={degree} on {world_size} processes",
+            legal=f"-1 or {world_size}",
+        )
+    return degree
+
+
+def check_batch(config: Config, data_degree: int) -> None:
+    """The global batch splits evenly into micro-batches over the data ranks."""
+    total, micro = config.train.global_batch_size, config.train.micro_batch_size
+    if total % data_degree:
+        lower = total // data_degree * data_degree
+        raise UserError(
+            "the global batch does not divide by the number of data ranks",
+            where="train.global_batch_size",
+            seen=f"{total} sequences on {data_degree} data ranks",
+            legal=f"a multiple of {data_degree}, such as {lower or data_degree} or {lower + data_degree}",
+        )
+    per_rank = total // data_degree
+    if micro > per_rank:
+        return  # one pass per step, smaller than allowed
+    if per_rank % micro:
+        divisors = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+        raise UserError(
+            "the rows of one data rank do not divide into micro-batches",
+            where="train.micro_batch_size",
+            seen=f"micro_batch_size={micro}, {per_rank} rows per rank (global_batch_size={total}, {data_degree} ranks)",
+            legal=f"one of {', '.join(map(str, divisors))}",
+        )
+
+
+def micro_batch_size(config: Config, data_degree: int) -> int:
+    """Return the rows of one forward pass: the configured number, or all rows of a rank where those are fewer."""
+    return min(config.train.micro_batch_size, config.train.global_batch_size // data_degree)
+
+
+def check_config(config: Config, world_size: int) -> int:
+    """Apply every rule for a run on ``world_size`` processes and return the number of data ranks."""
+    check_duration(config)
+    check_data(config)
+    check_init(config)
+    check_schedule(config)
+    data_degree = solve_data_degree(config, world_size)
+    check_batch(config, data_degree)
+    return data_degree
