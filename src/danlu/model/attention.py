@@ -1,0 +1,119 @@
+"""Causal attention that never crosses a document, over packed rows, padded rows, windows and a KV cache.
+
+Who may see whom is the same in every layer, so it is worked out once a micro-batch (`plan_attention`) as a value that
+all layers share. A token sees the tokens of its own document that are not after it, and, where the layer has a window
+of w, only the w - 1 before it and itself. Padding (document id -1) sees itself only: a row of the softmax is never
+empty, so there is no NaN to spread (0 * NaN = NaN) in either direction, and no real token sees padding.
+
+Paths, all exact:
+
+- one document a row, no window: the causal kernel, no mask at all;
+- anything else: one boolean mask a window, [B, 1, S, S], shared by the layers;
+- with a cache: fresh keys are written first, then slots up to the query's position are visible.
+
+Grouped queries (arXiv:2305.13245) are passed as they are; keys are not repeated.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from danlu.model.cache import KVCache
+from danlu.model.linear import Linear
+from danlu.model.norm import RMSNorm
+from danlu.model.rope import Rotation, rotate
+from danlu.model.spec import ModelSpec
+
+
+class AttentionPlan:
+    """Visibility of one micro-batch: document ids and positions, and the masks made from them on first use."""
+
+    def __init__(self, document_ids_BS: Tensor | None, positions_BS: Tensor, cache: KVCache | None) -> None:
+        self.document_ids_BS, self.positions_BS, self.cache = document_ids_BS, positions_BS, cache
+        self._masks: dict[int | None, Tensor | None] = {}
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """Return the boolean mask [B or 1, 1, S, keys] (True = visible), or None where plain causal attention is it."""
+        if window not in self._masks:
+            self._masks[window] = self._make_mask(window)
+        return self._masks[window]
+
+    def _make_mask(self, window: int | None) -> Tensor | None:
+        if self.cache is not None and self.cache.num_filled:
+            return self._cache_mask(window)
+        length = self.positions_BS.shape[1]
+        if window is not None and window >= length:
+            window = None
+        if self.document_ids_BS is None and window is None:
+            return None
+        order = torch.arange(length, device=self.positions_BS.device)
+        distance_SS = order.unsqueeze(1) - order
+        seen = (distance_SS >= 0) if window is None else (distance_SS >= 0) & (distance_SS < window)
+        if self.document_ids_BS is None:
+            return seen[None, None]
+        ids = self.document_ids_BS
+        same = (ids.unsqueeze(2) == ids.unsqueeze(1)) & (ids >= 0).unsqueeze(2) | (distance_SS == 0)
+        return (same & seen).unsqueeze(1)
+
+    def _cache_mask(self, window: int | None) -> Tensor:
+        assert self.cache is not None
+        slots = torch.arange(self.cache.num_filled, device=self.positions_BS.device)
+        distance = self.positions_BS.unsqueeze(-1) - slots
+        seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        return seen.unsqueeze(1)
+
+
+def attend(query_BSNH: Tensor, key_BKGH: Tensor, value_BKGH: Tensor, mask: Tensor | None) -> Tensor:
+    """Return softmax(q k^T / sqrt(H)) v, [B, S, N, H], causal where ``mask`` is None."""
+    grouped = query_BSNH.shape[2] != key_BKGH.shape[2]
+    mixed = F.scaled_dot_product_attention(
+        query_BSNH.transpose(1, 2),
+        key_BKGH.transpose(1, 2),
+        value_BKGH.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=grouped,
+    )
+    return mixed.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Projections, optional head norms, rotation and attention of one layer."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        width, head_dim = spec.hidden_size, spec.head_dim
+        self.query = Linear(width, spec.num_heads * head_dim, bias=spec.qkv_bias)
+        self.key = Linear(width, spec.num_kv_heads * head_dim, bias=spec.qkv_bias)
+        self.value = Linear(width, spec.num_kv_heads * head_dim, bias=spec.qkv_bias)
+        self.output = Linear(spec.num_heads * head_dim, width, bias=spec.output_bias)
+        self.query_norm = RMSNorm(head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.key_norm = RMSNorm(head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.head_dim, self.layer, self.window = head_dim, layer, spec.window(layer)
+
+    def forward(self, hidden_BSD: Tensor, plan: AttentionPlan, turn: Rotation | None) -> Tensor:
+        """Return the layer's attention output, [B, S, D].
+
+        Args:
+            hidden_BSD: normalised hidden states.
+            plan: visibility, shared by all layers.
+            turn: rotary angles, or None where positions are learned.
+        """
+        heads = (*hidden_BSD.shape[:2], -1, self.head_dim)
+        query_BSNH = self.query(hidden_BSD).view(heads)
+        key_BSGH, value_BSGH = self.key(hidden_BSD).view(heads), self.value(hidden_BSD).view(heads)
+        if self.query_norm is not None and self.key_norm is not None:
+            query_BSNH, key_BSGH = self.query_norm(query_BSNH), self.key_norm(key_BSGH)
+        if turn is not None:
+            query_BSNH, key_BSGH = rotate(query_BSNH, turn), rotate(key_BSGH, turn)
+        cache = plan.cache
+        if cache is not None:
+            cache.write(self.layer, key_BSGH, value_BSGH, plan.positions_BS)
+            if cache.num_filled:
+                key_BSGH = cache.keys[self.layer][:, : cache.num_filled]
+                value_BSGH = cache.values[self.layer][:, : cache.num_filled]
+        mixed_BSNH = attend(query_BSNH, key_BSGH, value_BSGH, plan.mask(self.window))
+        out_BSD: Tensor = self.output(mixed_BSNH.flatten(2))
+        return out_BSD

@@ -1,0 +1,46 @@
+"""The keys and values of the tokens seen so far, allocated once.
+
+A slot's index is its token's position, in every row. That makes ragged batches exact without left padding: rows of
+different length are padded on the right, a pad's keys land in slots beyond its row's end, no query reads a slot beyond
+its own position, and the row's next real token overwrites the slot before it becomes visible.
+
+Memory: 2 * layers * B * G * H * capacity elements; rows that are finished are dropped with `keep_rows`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from danlu.base.errors import RunError
+from danlu.model.spec import ModelSpec
+
+
+class KVCache:
+    """Keys and values of every layer, each [B, capacity, G, H]; ``num_filled`` slots may hold tokens."""
+
+    def __init__(
+        self, spec: ModelSpec, *, batch_size: int, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        shape = (batch_size, capacity, spec.num_kv_heads, spec.head_dim)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        self.capacity = capacity
+        self.num_filled = 0
+
+    def write(self, layer: int, key_BSGH: Tensor, value_BSGH: Tensor, positions_BS: Tensor) -> None:
+        """Store one chunk of ``layer`` at ``positions_BS`` ([B, S]).
+
+        Raises:
+            RunError: a chunk does not fit; raised before anything is written.
+        """
+        if key_BSGH.shape[1] > self.capacity:
+            raise RunError("the KV cache is too small", seen=f"{key_BSGH.shape[1]} tokens", legal=f"<= {self.capacity}")
+        rows = torch.arange(key_BSGH.shape[0], device=key_BSGH.device).unsqueeze(1)
+        self.keys[layer][rows, positions_BS] = key_BSGH
+        self.values[layer][rows, positions_BS] = value_BSGH
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Keep only the rows with these indices, in this order."""
+        self.keys = [key.index_select(0, rows) for key in self.keys]
+        self.values = [value.index_select(0, rows) for value in self.values]

@@ -1,0 +1,197 @@
+"""The decoder: embedding, pre-norm blocks, final norm. Plain torch, every supported family, one device.
+
+    hidden = hidden + attention(norm(hidden));  hidden = hidden + mlp(norm(hidden))
+
+It returns the hidden states after the final norm. The head belongs to the objective, which works in token chunks, so
+that no [tokens x vocabulary] tensor exists; `head_weight_VD` is what it multiplies by. Tied embeddings are one
+parameter under one name, not two that are tied afterwards, so that neither ``to_empty`` nor an optimizer can separate
+them.
+
+Blocks are the unit later techniques work on (recompute, sharding, pipeline stages): a block is called with the hidden
+states and two values that are made once a forward, the attention plan and the rotary angles, and returns hidden states.
+
+Mixed precision is explicit: parameters keep their dtype, the embedding's output is cast to ``compute_dtype``, and each
+Linear computes in the dtype of its input (see `linear`). Norm statistics and softmax are fp32.
+
+Initial values: normal with standard deviation 0.02, and 0.02 / sqrt(2 * layers) for the two projections of a block
+that write into the residual stream (GPT-2, Radford et al. 2019, section 2.3), so that its variance does not grow with
+depth; biases 0, norms 1. Each parameter draws from its own CPU generator seeded by (seed, FQN): its values do not
+depend on device, order, world size or on which other parameters exist.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from danlu.base.errors import UserError
+from danlu.model.attention import Attention, AttentionPlan
+from danlu.model.cache import KVCache
+from danlu.model.mlp import MLP
+from danlu.model.norm import LayerNorm, RMSNorm
+from danlu.model.rope import Rotation, rotation
+from danlu.model.spec import ModelSpec
+
+INIT_STD = 0.02
+"""Standard deviation of freshly drawn weights."""
+
+
+def _build_norm(spec: ModelSpec) -> nn.Module:
+    if spec.norm == "rmsnorm":
+        return RMSNorm(spec.hidden_size, spec.norm_eps)
+    return LayerNorm(spec.hidden_size, spec.norm_eps, bias=spec.norm_bias)
+
+
+class Embedding(nn.Module):
+    """A table of ``rows`` vectors; the parameter is uninitialised until loaded or drawn."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width))
+
+    def forward(self, index: Tensor) -> Tensor:
+        """Return the rows at ``index``, [..., width]."""
+        return F.embedding(index, self.weight)
+
+
+class Block(nn.Module):
+    """One pre-norm residual block."""
+
+    def __init__(self, spec: ModelSpec, layer: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = _build_norm(spec)
+        self.attention = Attention(spec, layer)
+        self.mlp_norm = _build_norm(spec)
+        self.mlp = MLP(spec)
+        self.dropout = dropout
+
+    def forward(self, hidden_BSD: Tensor, plan: AttentionPlan, turn: Rotation | None) -> Tensor:
+        """Return the hidden states after this block, [B, S, D]."""
+        hidden_BSD = hidden_BSD + self._drop(self.attention(self.attention_norm(hidden_BSD), plan, turn))
+        return hidden_BSD + self._drop(self.mlp(self.mlp_norm(hidden_BSD)))
+
+    def _drop(self, branch_BSD: Tensor) -> Tensor:
+        return F.dropout(branch_BSD, self.dropout, self.training) if self.dropout else branch_BSD
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model without its head.
+
+    Args:
+        spec: sizes and choices.
+        compute_dtype: dtype of the activations and of every matrix product.
+        dropout: probability on the embedding and on each residual branch, in training mode only.
+
+    Parameters are allocated on the current default device and uninitialised: call `init_weights` or load a checkpoint.
+    Under ``torch.device("meta")`` nothing is allocated; ``to_empty`` then `init_weights` gives the same values.
+    """
+
+    def __init__(self, spec: ModelSpec, *, compute_dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.spec, self.compute_dtype, self.dropout = spec, compute_dtype, dropout
+        self.embedding = Embedding(spec.vocab_size, spec.hidden_size)
+        learned = spec.positions == "learned"
+        self.position_embedding = Embedding(spec.max_positions, spec.hidden_size) if learned else None
+        self.blocks = nn.ModuleList(Block(spec, layer, dropout) for layer in range(spec.num_layers))
+        self.final_norm = _build_norm(spec)
+        self.head = None if spec.tied_embeddings else Embedding(spec.vocab_size, spec.hidden_size)
+
+    @property
+    def head_weight_VD(self) -> nn.Parameter:
+        """The output head [V, D]: the embedding itself where the spec ties them."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        *,
+        positions_BS: Tensor | None = None,
+        document_ids_BS: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Return hidden_BSD after the final norm, in ``compute_dtype``.
+
+        Args:
+            tokens_BS: token ids, int64.
+            positions_BS: position of each token in its document; None counts from each document's start.
+            document_ids_BS: tokens see only tokens with their own id; -1 is padding. None is one document a row.
+            cache: keys and values of earlier tokens; needs ``positions_BS`` (a token's slot is its position) and
+                excludes ``document_ids_BS``.
+
+        Raises:
+            UserError: more tokens a row than the model has positions for.
+        """
+        if positions_BS is None:
+            positions_BS = count_positions(tokens_BS, document_ids_BS)
+        self._check_length(tokens_BS, cache)
+        hidden_BSD = self.embedding(tokens_BS)
+        if self.position_embedding is not None:
+            hidden_BSD = hidden_BSD + self.position_embedding(positions_BS)
+        hidden_BSD = hidden_BSD.to(self.compute_dtype)
+        if self.dropout:
+            hidden_BSD = F.dropout(hidden_BSD, self.dropout, self.training)
+        plan = AttentionPlan(document_ids_BS, positions_BS, cache)
+        turn = self._rotation(positions_BS, document_ids_BS) if self.spec.positions == "rope" else None
+        for block in self.blocks:
+            hidden_BSD = block(hidden_BSD, plan, turn)
+        final_BSD: Tensor = self.final_norm(hidden_BSD)
+        return final_BSD
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Draw every parameter anew: the same values for the same seed, whatever device or world the model lives in."""
+        residual_std = INIT_STD / math.sqrt(2 * self.spec.num_layers)
+        for name, parameter in self.named_parameters():
+            module, _, leaf = name.rpartition(".")
+            if leaf == "bias":
+                parameter.zero_()
+            elif parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                std = residual_std if module.endswith((".attention.output", ".mlp.down")) else INIT_STD
+                digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+
+    def _check_length(self, tokens_BS: Tensor, cache: KVCache | None) -> None:
+        length = tokens_BS.shape[1] if cache is None else max(cache.num_filled, tokens_BS.shape[1])
+        limit = self.spec.max_positions if self.spec.positions == "learned" else None
+        if not self.training and self.spec.eval_max_positions is not None:
+            limit = self.spec.eval_max_positions
+        if limit is not None and length > limit:
+            raise UserError(
+                "the input is longer than the model's positions",
+                seen=f"{length} tokens",
+                legal=f"<= {limit}",
+                hint="shorten the rows or use a model with a longer context",
+            )
+
+    def _rotation(self, positions_BS: Tensor, document_ids_BS: Tensor | None) -> Rotation:
+        scaling, lengths_BS = self.spec.rope_scaling, None
+        if scaling is not None and scaling.kind == "dynamic":
+            lengths_BS = count_lengths(positions_BS, document_ids_BS)
+        return rotation(self.spec, positions_BS, self.compute_dtype, lengths_BS)
+
+
+def count_positions(tokens_BS: Tensor, document_ids_BS: Tensor | None) -> Tensor:
+    """Return positions that restart at every change of document id, [B, S] ([1, S] without documents)."""
+    order = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).unsqueeze(0)
+    if document_ids_BS is None:
+        return order
+    starts = torch.ones_like(document_ids_BS, dtype=torch.bool)
+    starts[:, 1:] = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
+    return order - torch.where(starts, order, 0).cummax(dim=1).values
+
+
+def count_lengths(positions_BS: Tensor, document_ids_BS: Tensor | None) -> Tensor:
+    """Return for each token the length of its document, [B, S]: the largest position in it plus one."""
+    if document_ids_BS is None:
+        return positions_BS.amax(dim=1, keepdim=True).expand_as(positions_BS) + 1
+    ids = document_ids_BS - document_ids_BS.min()
+    longest = torch.zeros(ids.shape[0], int(ids.max()) + 1, dtype=positions_BS.dtype, device=ids.device)
+    longest.scatter_reduce_(1, ids, positions_BS.expand_as(ids), reduce="amax")
+    return longest.gather(1, ids) + 1
