@@ -24,7 +24,7 @@ import numpy as np
 
 from danlu.base.errors import UserError
 from danlu.base.log import log
-from danlu.data.shards import BLOCK, INDEX, INDEX_DTYPE, read_manifest, shard_name, token_dtype
+from danlu.data.shards import BLOCK, INDEX, INDEX_DTYPE, read_manifest, token_dtype
 
 Corrupt = Literal["fail", "skip"]
 
@@ -112,7 +112,7 @@ class PackedDataset:
         return self._index
 
     def _shard_path(self, number: int) -> Path:
-        return self.folder / shard_name(number)
+        return self.folder / Path(self.manifest["shards"][number]["name"]).name
 
     def widths(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the number of tokens of each row."""
