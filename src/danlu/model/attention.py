@@ -28,10 +28,17 @@ from danlu.model.spec import ModelSpec
 
 
 class AttentionPlan:
-    """Visibility of one micro-batch: document ids and positions, and the masks made from them on first use."""
+    """Visibility of one micro-batch: document ids and positions, and the masks made from them on first use.
+
+    Attributes:
+        num_keys: slots of the cache that are looked at, this chunk included.
+        reads_cache: earlier tokens are in the cache; False for a first chunk, which sees itself only.
+    """
 
     def __init__(self, document_ids_BS: Tensor | None, positions_BS: Tensor, cache: KVCache | None) -> None:
         self.document_ids_BS, self.positions_BS, self.cache = document_ids_BS, positions_BS, cache
+        self.reads_cache = cache is not None and cache.num_filled > 0
+        self.num_keys = positions_BS.shape[1] if cache is None else cache.reserve(positions_BS.shape[1])
         self._masks: dict[int | None, Tensor | None] = {}
 
     def mask(self, window: int | None) -> Tensor | None:
@@ -41,7 +48,7 @@ class AttentionPlan:
         return self._masks[window]
 
     def _make_mask(self, window: int | None) -> Tensor | None:
-        if self.cache is not None and self.cache.num_filled:
+        if self.reads_cache:
             return self._cache_mask(window)
         length = self.positions_BS.shape[1]
         if window is not None and window >= length:
@@ -58,8 +65,7 @@ class AttentionPlan:
         return (same & seen).unsqueeze(1)
 
     def _cache_mask(self, window: int | None) -> Tensor:
-        assert self.cache is not None
-        slots = torch.arange(self.cache.num_filled, device=self.positions_BS.device)
+        slots = torch.arange(self.num_keys, device=self.positions_BS.device)
         distance = self.positions_BS.unsqueeze(-1) - slots
         seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
         return seen.unsqueeze(1)
@@ -111,9 +117,9 @@ class Attention(nn.Module):
         cache = plan.cache
         if cache is not None:
             cache.write(self.layer, key_BSGH, value_BSGH, plan.positions_BS)
-            if cache.num_filled:
-                key_BSGH = cache.keys[self.layer][:, : cache.num_filled]
-                value_BSGH = cache.values[self.layer][:, : cache.num_filled]
+            if plan.reads_cache:
+                key_BSGH = cache.keys[self.layer][:, : plan.num_keys]
+                value_BSGH = cache.values[self.layer][:, : plan.num_keys]
         mixed_BSNH = attend(query_BSNH, key_BSGH, value_BSGH, plan.mask(self.window))
         out_BSD: Tensor = self.output(mixed_BSNH.flatten(2))
         return out_BSD

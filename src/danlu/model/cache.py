@@ -17,7 +17,7 @@ from danlu.model.spec import ModelSpec
 
 
 class KVCache:
-    """Keys and values of every layer, each [B, capacity, G, H]; ``num_filled`` slots may hold tokens."""
+    """Keys and values of every layer, each [B, capacity, G, H]; slots below ``num_filled`` may hold tokens."""
 
     def __init__(
         self, spec: ModelSpec, *, batch_size: int, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -29,16 +29,22 @@ class KVCache:
         self.num_filled = 0
 
     def write(self, layer: int, key_BSGH: Tensor, value_BSGH: Tensor, positions_BS: Tensor) -> None:
-        """Store one chunk of ``layer`` at ``positions_BS`` ([B, S]).
-
-        Raises:
-            RunError: a chunk does not fit; raised before anything is written.
-        """
-        if key_BSGH.shape[1] > self.capacity:
-            raise RunError("the KV cache is too small", seen=f"{key_BSGH.shape[1]} tokens", legal=f"<= {self.capacity}")
+        """Store one chunk of ``layer`` in the slots ``positions_BS`` ([B or 1, S])."""
         rows = torch.arange(key_BSGH.shape[0], device=key_BSGH.device).unsqueeze(1)
         self.keys[layer][rows, positions_BS] = key_BSGH
         self.values[layer][rows, positions_BS] = value_BSGH
+
+    def reserve(self, num_tokens: int) -> int:
+        """Count ``num_tokens`` more slots as filled and return how many are now.
+
+        Raises:
+            RunError: they do not fit.
+        """
+        if self.num_filled + num_tokens > self.capacity:
+            seen = f"{self.num_filled} + {num_tokens} tokens"
+            raise RunError("the KV cache is too small", seen=seen, legal=f"<= {self.capacity}")
+        self.num_filled += num_tokens
+        return self.num_filled
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep only the rows with these indices, in this order."""

@@ -127,7 +127,7 @@ class Decoder(nn.Module):
         """
         if positions_BS is None:
             positions_BS = count_positions(tokens_BS, document_ids_BS)
-        self._check_length(tokens_BS, cache)
+        self.check_length(tokens_BS.shape[1] + (0 if cache is None else cache.num_filled))
         hidden_BSD = self.embedding(tokens_BS)
         if self.position_embedding is not None:
             hidden_BSD = hidden_BSD + self.position_embedding(positions_BS)
@@ -157,8 +157,8 @@ class Decoder(nn.Module):
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
                 parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
-    def _check_length(self, tokens_BS: Tensor, cache: KVCache | None) -> None:
-        length = tokens_BS.shape[1] if cache is None else max(cache.num_filled, tokens_BS.shape[1])
+    def check_length(self, length: int) -> None:
+        """Raise `UserError` where a row of ``length`` tokens has no positions in this model."""
         limit = self.spec.max_positions if self.spec.positions == "learned" else None
         if not self.training and self.spec.eval_max_positions is not None:
             limit = self.spec.eval_max_positions

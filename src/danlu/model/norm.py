@@ -10,8 +10,8 @@ are enough, and the backward is the one of LayerNorm, whose fused CPU kernel we 
 so the second is the first plus rstd * mean(g*w), where mean(g*w) is one matrix-vector product. The weight's gradient,
 sum(g * n), is the same in both. Only x, the weight and one rstd a row are kept for the backward.
 
-Invariant: statistics are fp32 whatever the input's dtype (torch's fused kernels do so too); the result has the input's dtype; weights may be fp32 while
-activations are bf16.
+Invariant: statistics are fp32 whatever the input's dtype, in torch's fused kernels too; the result has the input's
+dtype; the weight may be fp32 while activations are bf16.
 """
 
 from __future__ import annotations

@@ -1,0 +1,197 @@
+"""Hugging Face folders in and out: the door between danlu's parameters and everybody else's files.
+
+In: config.json gives the spec, `families.hf_names` the exact name of every tensor that must be there, and the weights
+stream one tensor at a time into the parameters (cast, transposed or split on the way), so memory peaks at the model
+plus one tensor. Names are compared as sets before anything is read: whatever is missing or unexpected is an error that
+lists both. Only buffers which old checkpoints carry and every model recomputes (rotary frequencies, causal masks) are
+passed over, by exact name.
+
+Out: the same table read backwards. ``tie_word_embeddings`` is written from the tensors (tied iff embedding and head
+are equal), not from a flag that training may have outdated. The folder appears complete or not at all.
+
+No q/k permutation happens in either direction: the decoder turns the same pairs of dimensions as transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from danlu.base.errors import UserError
+from danlu.base.log import log
+from danlu.checkpoint.hf_files import MAX_SHARD_BYTES, open_tensors, read_json, shorten, write_folder, write_tensors
+from danlu.checkpoint.sidecars import write_sidecars
+from danlu.model.decoder import Decoder
+from danlu.model.families import FAMILIES, TensorMap, hf_extras, hf_from_spec, hf_names, spec_from_hf
+from danlu.model.spec import ModelSpec
+
+_HEAD = "lm_head.weight"
+
+
+def load_hf(folder: Path | str) -> ModelSpec:
+    """Return the spec of an HF folder.
+
+    Raises:
+        UserError: no config.json, not JSON, or a model danlu does not support.
+    """
+    path = Path(folder) / "config.json"
+    return spec_from_hf(read_json(path), where=str(path))
+
+
+def load_decoder(
+    folder: Path | str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> Decoder:
+    """Build the decoder of an HF folder and load its weights; it is in eval mode.
+
+    Args:
+        folder: config.json and weights.
+        dtype: dtype of the parameters.
+        compute_dtype: dtype of the activations; None is ``dtype``.
+        device: where the parameters live.
+    """
+    with torch.device("meta"):
+        model = Decoder(load_hf(folder), compute_dtype=compute_dtype or dtype)
+    load_hf_weights(model, folder, dtype=dtype, device=device)
+    return model.eval()
+
+
+@torch.no_grad()
+def load_hf_weights(
+    model: Decoder, folder: Path | str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> None:
+    """Fill ``model`` with the weights of an HF folder, one tensor at a time.
+
+    Args:
+        model: its spec must be the folder's; parameters on meta are materialised first.
+        folder: safetensors or weights-only .bin files, single or with an index.
+        dtype: convert the parameters to it first; None keeps theirs.
+        device: where meta parameters are materialised.
+
+    Raises:
+        UserError: tensors missing, unexpected (both lists, exact names) or of the wrong shape, or an unsafe file.
+    """
+    folder = Path(folder)
+    if dtype is not None:
+        model.to(dtype)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model.to_empty(device=device)
+    files = open_tensors(folder)
+    parameters = dict(model.named_parameters())
+    for name, tensor_map in _match_names(model.spec, files.names, folder).items():
+        tensor = files.read(name).t() if tensor_map.transpose else files.read(name)
+        shape = (sum(tensor_map.rows), *parameters[tensor_map.fqns[0]].shape[1:])
+        if tensor.shape != shape:
+            raise UserError(
+                "a tensor's shape contradicts config.json", where=str(folder), seen=f"{name}: {tuple(tensor.shape)}",
+                legal=shape if not tensor_map.transpose else (shape[1], shape[0]),
+            )  # fmt: skip
+        for fqn, piece in zip(tensor_map.fqns, tensor.split(tensor_map.rows), strict=True):
+            parameters[fqn].copy_(piece)
+    if model.spec.tied_embeddings and _HEAD in files.names:
+        head = files.read(_HEAD).to(model.head_weight_VD)
+        if not torch.equal(head, model.head_weight_VD):
+            raise UserError(
+                "config.json ties the embeddings but the file holds another head",
+                where=str(folder),
+                seen=f"{_HEAD} differs from the embedding",
+                hint='set "tie_word_embeddings": false in config.json to keep this head',
+            )
+
+
+def save_hf(
+    model: Decoder,
+    folder: Path | str,
+    *,
+    tokenizer_from: Path | str | None = None,
+    dtype: torch.dtype | None = None,
+    eos_id: int | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    overwrite: bool = False,
+) -> None:
+    """Write ``model`` as an HF folder that transformers loads with equal logits.
+
+    Args:
+        model: the decoder, without adapters.
+        folder: target; appears complete or not at all.
+        tokenizer_from: folder whose tokenizer files, token ids and generation settings go along; None warns.
+        dtype: dtype of the written weights; None keeps the parameters'.
+        eos_id: end-of-sequence id of the template the model was trained with; None takes the tokenizer's.
+        max_shard_bytes: limit of one file (a larger single tensor gets its own).
+        overwrite: replace an existing folder.
+
+    Raises:
+        UserError: the folder exists, or the model's parameters are not exactly those of its family.
+    """
+    export_hf(
+        model.spec, dict(model.named_parameters()), folder, tokenizer_from=tokenizer_from, dtype=dtype, eos_id=eos_id,
+        max_shard_bytes=max_shard_bytes, overwrite=overwrite,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def export_hf(
+    spec: ModelSpec,
+    parameters: Mapping[str, Tensor],
+    folder: Path | str,
+    *,
+    tokenizer_from: Path | str | None = None,
+    dtype: torch.dtype | None = None,
+    eos_id: int | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    overwrite: bool = False,
+) -> None:
+    """Write ``parameters`` (FQN -> tensor, from a model or a run checkpoint) as an HF folder; see `save_hf`."""
+    expected = spec.parameter_shapes()
+    _check_sets(set(expected), set(parameters), "the model to export does not have its family's parameters")
+    wrong = [f"{n}: {tuple(parameters[n].shape)}" for n, shape in expected.items() if parameters[n].shape != shape]
+    if wrong:
+        raise UserError("parameters contradict the model's spec", seen=shorten(wrong))
+    if not spec.tied_embeddings and torch.equal(parameters["embedding.weight"], parameters["head.weight"]):
+        spec = replace(spec, tied_embeddings=True)
+    config, maps = hf_from_spec(spec), {tensor_map.hf_name: tensor_map for tensor_map in hf_names(spec)}
+    out_dtype = dtype or parameters["embedding.weight"].dtype
+
+    def make(name: str) -> Tensor:
+        stacked = torch.cat([parameters[fqn].detach().to("cpu", out_dtype) for fqn in maps[name].fqns])
+        return stacked.t() if maps[name].transpose else stacked
+
+    def fill(part: Path) -> None:
+        sizes = {
+            name: sum(parameters[fqn].numel() for fqn in tensor_map.fqns) * out_dtype.itemsize
+            for name, tensor_map in maps.items()
+        }
+        write_tensors(part, sizes, make, max_shard_bytes)
+        text = str(out_dtype).removeprefix("torch.")
+        source = None if tokenizer_from is None else Path(tokenizer_from)
+        write_sidecars(part, {**config, "dtype": text, "torch_dtype": text}, source, eos_id)
+
+    write_folder(Path(folder), fill, overwrite=overwrite)
+
+
+def _match_names(spec: ModelSpec, found: Set[str], folder: Path) -> dict[str, TensorMap]:
+    """Return name in the files -> map, after comparing the names as sets; bare-model files lack the prefix."""
+    prefix = FAMILIES[spec.family].prefix + "."
+    bare = not any(name.startswith(prefix) for name in found)
+    strip = prefix if bare else ""
+    maps = {tensor_map.hf_name.removeprefix(strip): tensor_map for tensor_map in hf_names(spec)}
+    extras = {name.removeprefix(strip) for name in hf_extras(spec)} | ({_HEAD} if spec.tied_embeddings else set())
+    _check_sets(set(maps), found - extras, "the checkpoint's tensors are not those of its config.json", str(folder))
+    skipped = sorted((found & extras) - {_HEAD})
+    if skipped:
+        log.info("%s: left out buffers that the model computes itself: %s", folder, shorten(skipped, 3))
+    return maps
+
+
+def _check_sets(expected: Set[str], found: Set[str], what: str, where: str | None = None) -> None:
+    missing, unexpected = sorted(expected - found), sorted(found - expected)
+    if missing or unexpected:
+        seen = f"missing: {shorten(missing) or 'none'}; unexpected: {shorten(unexpected) or 'none'}"
+        raise UserError(what, where=where, seen=seen)
