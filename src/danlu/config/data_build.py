@@ -65,3 +65,24 @@ class DataBuild(Section):
     """Input bytes (after decompression) that become one shard: the unit of parallel work and of resuming."""
     num_workers: Annotated[int, Field(ge=0)] = 0
     """Processes; 0: one per core. The result does not depend on it."""
+
+
+class TokenizerTrain(Section):
+    """From text to a tokenizer."""
+
+    inputs: Paths
+    """Files, folders (searched recursively) or glob patterns, as for `data build`."""
+    output: str
+    """Folder of the tokenizer."""
+    vocab_size: PositiveInt = 8000
+    """Entries, the 256 bytes and the special tokens included."""
+    format: Literal["auto", "jsonl", "json", "csv", "tsv", "parquet", "text", "tar"] = "auto"
+    """Format of the inputs; `auto` goes by each file's suffix."""
+    encoding: Literal["utf-8", "gb18030"] = "utf-8"
+    """Encoding of text files."""
+    fields: Paths = ()
+    """Fields to learn from; unset: all text of each row."""
+    special_tokens: Paths = ()
+    """Further special tokens."""
+    chat: bool = True
+    """Add the ChatML turn tokens and template; `<|im_end|>` is then EOS, else `<|endoftext|>`."""

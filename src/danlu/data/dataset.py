@@ -118,6 +118,11 @@ class PackedDataset:
         """Return the number of tokens of each row."""
         return np.asarray(self._index["num_tokens"][np.asarray(indices, np.int64)])
 
+    def document_lengths(self, row: int) -> np.ndarray:
+        """Return the tokens of each document of a row (empty where the row is damaged and skipped)."""
+        read = self._read(self._index[row].item())
+        return np.zeros(0, np.int32) if read is None else read[2].copy()
+
     def target_bytes(self, indices: Sequence[int] | np.ndarray) -> int:
         """Return the UTF-8 bytes of the text of the rows' target tokens (what bits per byte divides by)."""
         return int(self._index["target_bytes"][np.asarray(indices, np.int64)].sum(dtype=np.int64))

@@ -102,8 +102,8 @@ def fit(
             documents.counts["split"] += int(long.sum())
             _split(documents, limit)
         else:
-            documents.counts["truncated"] += int(long.sum())
             _truncate(documents, long, limit, overlong, eos_id, bos_id)
+            documents.counts["truncated"] += int((documents.target_counts()[long] > 0).sum())
     targets = documents.target_counts() > 0
     if not targets.all():
         documents.counts["dropped: no target token"] += int((~targets).sum())
