@@ -7,6 +7,8 @@ knows about processes, so `danlu plan` can ask about a cluster from a laptop.
 
 from __future__ import annotations
 
+from typing import Any
+
 from danlu.base.errors import UserError
 from danlu.config.schema import Config, ModelSection
 
@@ -16,7 +18,7 @@ SIZE_KEYS = (
 )  # fmt: skip
 
 
-def size_overrides(model: ModelSection) -> dict[str, int | bool]:
+def size_overrides(model: ModelSection) -> dict[str, Any]:
     """Return the size fields that the user set, by name."""
     return {key: value for key in SIZE_KEYS if (value := getattr(model, key)) is not None}
 

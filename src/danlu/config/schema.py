@@ -35,8 +35,6 @@ class ModelSection(Section):
     """Preset name, HF folder, GGUF file, run folder, hub id (`org/name`) or `modelscope:org/name`."""
     init: Literal["auto", "random", "pretrained"] = "auto"
     """`random` starts from scratch; `pretrained` needs weights; `auto` takes weights where the name has them."""
-    tokenizer: str | None = None
-    """Tokenizer folder; unset: the one that the data was built with."""
     vocab_size: PositiveInt | None = None
     """Rows of the embedding; unset: as the named model has it (random init only)."""
     num_layers: PositiveInt | None = None
@@ -72,6 +70,8 @@ class DataSection(Section):
     """Loader processes per rank; 0 loads in the training process."""
     prefetch: PositiveInt = 4
     """Steps that each loader process prepares ahead."""
+    trim_padding: bool = True
+    """Cut each micro-batch to its longest row, so that padding costs nothing."""
     on_corrupt: Literal["fail", "skip"] = "fail"
     """What to do with a damaged shard: stop, or leave out its bad rows and count them."""
 

@@ -1,0 +1,5 @@
+"""``python -m danlu``."""
+
+from danlu.cli import main
+
+main()

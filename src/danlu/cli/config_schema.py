@@ -1,0 +1,23 @@
+"""``danlu config schema``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def command(
+    kind: Annotated[str, typer.Argument(help="train, data or pipeline.")] = "train",
+) -> None:
+    """Print the JSON Schema of a config file, for editors that complete TOML."""
+    from danlu.base.errors import unknown_name
+    from danlu.base.log import print_json
+    from danlu.config.data_build import DataBuild
+    from danlu.config.pipeline import Pipeline
+    from danlu.config.schema import Config, Section
+
+    schemas: dict[str, type[Section]] = {"train": Config, "data": DataBuild, "pipeline": Pipeline}
+    if kind not in schemas:
+        raise unknown_name("config", kind, schemas)
+    print_json(schemas[kind].model_json_schema())

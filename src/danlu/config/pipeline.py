@@ -1,0 +1,127 @@
+"""A pipeline: stages in order, each with options of its kind, whose outputs feed later ones.
+
+A stage writes into a folder of its own, ``OUTPUT/NAME``; ``{NAME}`` in a later stage's options stands for that folder.
+Everything is checked before the first stage runs: names, references (only backwards), and each stage's options against
+the schema of its kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from danlu.base.errors import UserError
+from danlu.config.load import build, read_toml
+from danlu.config.schema import Section
+
+Kind = Literal["finance", "tokenizer", "data", "train", "eval", "export"]
+
+_REFERENCE = re.compile(r"\{([A-Za-z0-9_-]+)\}")
+
+
+class Stage(Section):
+    """One step of a pipeline."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+    """Name of the stage and of its folder."""
+    kind: Kind
+    """What it does."""
+    config: str | None = None
+    """TOML file with the options; `options` below win over it."""
+    nproc: PositiveInt = 1
+    """Ranks to start (train only)."""
+    options: dict[str, Any] = {}
+    """Options of the kind; `{other}` in a text stands for the folder of the earlier stage `other`."""
+
+
+class Pipeline(Section):
+    """Stages that run one after the other."""
+
+    name: str
+    """Title of the report."""
+    output: str
+    """Folder that holds the stages' folders and the report."""
+    stage: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    """The stages, in order."""
+
+
+def check_pipeline(pipeline: Pipeline) -> None:
+    """Names are unique, references point backwards, and only a train stage has several ranks."""
+    seen: list[str] = []
+    for stage in pipeline.stage:
+        where = f"stage {stage.name}"
+        if stage.name in seen:
+            raise UserError("two stages have the same name", where=where, seen=stage.name)
+        if stage.nproc > 1 and stage.kind != "train":
+            raise UserError("only a train stage has ranks", where=f"{where}: nproc", seen=stage.nproc, legal="1")
+        for name in references(stage.options):
+            if name not in seen:
+                raise UserError(
+                    "a stage can only use the output of an earlier one",
+                    where=where,
+                    seen=f"{{{name}}}",
+                    legal=seen or "none: this is the first stage",
+                )
+        seen.append(stage.name)
+
+
+def references(value: Any) -> set[str]:
+    """Return the names of the stages that a tree of options refers to."""
+    if isinstance(value, str):
+        return set(_REFERENCE.findall(value))
+    if isinstance(value, Mapping):
+        return set().union(*(references(item) for item in value.values()))
+    if isinstance(value, list | tuple):
+        return set().union(*(references(item) for item in value))
+    return set()
+
+
+def resolve(value: Any, folders: Mapping[str, Path]) -> Any:
+    """Return ``value`` with every reference replaced by the stage's folder."""
+    if isinstance(value, str):
+        return _REFERENCE.sub(lambda match: str(folders[match[1]]), value)
+    if isinstance(value, Mapping):
+        return {key: resolve(item, folders) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [resolve(item, folders) for item in value]
+    return value
+
+
+def stage_options(stage: Stage) -> dict[str, Any]:
+    """Return a stage's options: those of its config file, overlaid with its own."""
+    if stage.config is None:
+        return dict(stage.options)
+    return _overlay(read_toml(Path(stage.config)), stage.options)
+
+
+def _overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in top.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _overlay(merged[key], value) if both else value
+    return merged
+
+
+def plan_stages(pipeline: Pipeline, schemas: Mapping[str, type[Section]]) -> list[tuple[Stage, Path, Section]]:
+    """Return each stage with its folder and its checked options.
+
+    Args:
+        pipeline: the pipeline.
+        schemas: the options' schema of each kind.
+
+    Raises:
+        UserError: an illegal pipeline or illegal options of any stage, before anything has run.
+    """
+    check_pipeline(pipeline)
+    folders: dict[str, Path] = {}
+    planned = []
+    for stage in pipeline.stage:
+        folder = Path(pipeline.output) / stage.name
+        options = resolve(stage_options(stage), folders)
+        planned.append((stage, folder, build(schemas[stage.kind], options, source=f"stage {stage.name}")))
+        folders[stage.name] = folder
+    return planned

@@ -1,0 +1,1 @@
+"""Layer 2: what training minimises. An objective owns the head, so whole logits never exist."""

@@ -1,0 +1,71 @@
+"""``--nproc N``: the same command once per local rank, under torchrun's own agent.
+
+The agent picks a free port (two jobs on a machine never collide), watches the ranks, ends all of them when one fails
+and passes SIGTERM and Ctrl-C on, so that the ranks can save. The rank that failed first is the cause; its message is
+printed last, because the others only report that a peer went away.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+import uuid
+from collections.abc import Callable, Sequence
+
+from danlu.base import env
+from danlu.base.errors import DanluError
+from danlu.base.log import log, print_error
+
+
+def run_local_ranks(words: Sequence[str], *, nproc: int) -> int:
+    """Run ``python -m danlu`` with ``words`` as ``nproc`` ranks of one job and return the exit code."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the last word is ours
+    env.set_default("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or nproc) // nproc)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "danlu", *words)
+    except SignalException as stopped:
+        log.warning("stopped by %s; the ranks have saved their state", stopped.sigval.name)
+        return 0
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print_error(f"rank {rank} failed first (exit code {failure.exitcode}):\n{failure.message}")
+        return 2 if failure.exitcode == 2 else 1
+    return 0
+
+
+def run_as_rank(work: Callable[[], None]) -> None:
+    """Run a rank's work; on an error tell the agent the cause and end the process at once.
+
+    Leaving at once closes this rank's connections, which ends collectives that its peers are waiting in; an orderly
+    shutdown would wait for them instead.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+    handler = ErrorHandler()
+    handler.initialize()
+    try:
+        work()
+    except BaseException as error:
+        cause = str(error) if isinstance(error, DanluError) else "".join(traceback.format_exception(error))
+        print_error(f"[rank {env.ranks().rank}] {cause}")
+        handler.record_exception(error)
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(error.exit_code if isinstance(error, DanluError) else 1)

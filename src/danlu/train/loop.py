@@ -1,0 +1,372 @@
+"""The training loop. There is one; fine-tuning, pretraining and distillation differ by objective and data.
+
+Order of a run: check the config, open the data and find the model (all before a process group exists, so a typing slip
+costs a second), join the other ranks, build, resume, then steps until the end or a signal. The state that a checkpoint
+must hold is exactly `_Run.tensors` and `_Run.record`: model, optimizer, random generators of every rank, and a few
+numbers. The schedule is a function of the step and the data order one of the samples seen; neither has state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from danlu.base import env
+from danlu.base.errors import UserError
+from danlu.base.log import log, setup_log
+from danlu.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoints, load_tensors, open_checkpoint
+from danlu.config.load import to_toml
+from danlu.config.rules import check_config
+from danlu.config.schema import Config
+from danlu.data.batch import MicroBatch, StepBatch
+from danlu.data.dataset import PackedDataset
+from danlu.model.spec import ModelSpec
+from danlu.objective.cross_entropy import Loss
+from danlu.parallel.mesh import World, open_world, sum_over
+from danlu.parallel.seed import set_seed
+from danlu.train import build
+from danlu.train.evaluate import held_out_loss
+from danlu.train.metrics import MetricsWriter, peak_memory_bytes
+from danlu.train.optimizer import clip_gradients, learning_rate_at, optimizer_tensors
+from danlu.train.step import (
+    StepResult,
+    count_tokens,
+    find_culprits,
+    forward_backward,
+    nonfinite_error,
+    reduce_losses,
+)
+from danlu.train.stop import StopSignal
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended."""
+
+    folder: Path
+    step: int
+    """Optimizer steps done."""
+    finished: bool
+    """False where a signal stopped it early."""
+    losses: dict[int, float] = field(default_factory=dict)
+    """Loss of each step that was logged in this process, by step."""
+    held_out: dict[str, float] | None = None
+    """Last evaluation: ``loss``, ``perplexity``, ``bits_per_byte``; None without ``eval.data``."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result as a JSON document."""
+        return {**dataclasses.asdict(self), "folder": str(self.folder)}
+
+
+def train(config: Config, *, resume: str = "auto") -> TrainResult:
+    """Train as ``config`` says, alone or as one rank of a launched job.
+
+    Args:
+        config: the run.
+        resume: ``auto`` continues from the newest checkpoint of the run folder where there is one; ``never`` insists on
+            a new run; else a checkpoint or run folder to continue from.
+
+    Raises:
+        UserError: the config or the data is wrong; raised before any process group or model exists.
+        RunError: training failed (non-finite loss, checkpoint not writable).
+    """
+    check_config(config, env.ranks().world_size)
+    folder = Path(config.train.output)
+    checkpoint = find_resume(folder, resume)
+    sources = build.open_sources(config.data.train, config.data.on_corrupt)
+    held_out = build.open_sources(config.eval.data, config.data.on_corrupt)
+    start = build.plan_start(config.model, [*sources, *held_out])
+    if checkpoint is not None:
+        check_same_run(checkpoint, config, start, sources)
+    if env.ranks().rank == 0:
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        # the run must be usable when the data is gone
+        shutil.copytree(sources[0].folder / "tokenizer", folder / "tokenizer", dirs_exist_ok=True)
+    setup_log(folder / "log.txt")
+    if config.precision.tf32:
+        torch.backends.cuda.matmul.allow_tf32 = True
+    with open_world(device=config.train.device, timeout_seconds=config.parallel.timeout_seconds) as world:
+        run = _Run(config, start, sources, held_out, world)
+        if checkpoint is not None:
+            run.restore(checkpoint)
+        with run.store:
+            return run.train()
+
+
+def find_resume(folder: Path, resume: str) -> Checkpoint | None:
+    """Return the checkpoint to continue from, or None for a new run.
+
+    Raises:
+        UserError: ``never`` in a folder that holds checkpoints, or a path that holds none.
+    """
+    here = find_checkpoints(folder / "checkpoints")
+    if resume == "auto":
+        return open_checkpoint(here[-1]) if here else None
+    if resume == "never":
+        if here:
+            raise UserError(
+                "the run folder holds checkpoints already",
+                where=str(folder),
+                seen=here[-1].name,
+                hint="choose another train.output, delete the folder, or continue with --resume auto",
+            )
+        return None
+    path = Path(resume)
+    below = find_checkpoints(path / "checkpoints") or find_checkpoints(path)
+    return open_checkpoint(below[-1] if below else path)
+
+
+def check_same_run(checkpoint: Checkpoint, config: Config, start: build.Start, sources: list[PackedDataset]) -> None:
+    """Refuse to continue with another model, seed or data: the loss would go on without a word, and mean nothing."""
+    before = checkpoint.record["identity"]
+    for name, value in identity(config, start.spec, sources).items():
+        if before.get(name) != value:
+            raise UserError(
+                f"cannot resume: {name} is not what the checkpoint was trained with",
+                where=str(checkpoint.folder),
+                seen=value if name != "data" else "other rows or another tokenizer",
+                legal=str(before.get(name)) if name != "data" else None,
+                hint="restore the old value, or start a new run from this one's weights with model.name = RUN_FOLDER",
+            )
+
+
+def identity(config: Config, spec: ModelSpec, sources: list[PackedDataset]) -> dict[str, Any]:
+    """Return, as plain JSON values, what must not change between a checkpoint and the run that continues it."""
+    values = {
+        "model": dataclasses.asdict(spec),
+        "seed": config.train.seed,
+        "data": [source.fingerprint for source in sources],
+        "weights": config.data.weights,
+        "shuffle": config.data.shuffle,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(values))
+    return plain
+
+
+class _Run:
+    """One run on one rank: everything built, and the counters."""
+
+    def __init__(
+        self,
+        config: Config,
+        start: build.Start,
+        sources: list[PackedDataset],
+        held_out: list[PackedDataset],
+        world: World,
+    ) -> None:
+        self.config, self.world, self.sources, self.held_out = config, world, sources, held_out
+        self.folder = Path(config.train.output)
+        self.spec = start.spec
+        self.step = self.samples_seen = self.tokens_seen = self.skipped = 0
+        set_seed(config.train.seed, data_rank=world.data_rank)
+        self.model, self.wrapped = build.build_model(config, start, world)
+        self.optimizer = build.build_optimizer_for(config, self.model)
+        self.objective = build.build_objective(config)
+        sequence_length = max(source.sequence_length for source in sources)
+        self.rates = build.build_rates(config, self.spec, sequence_length, world)
+        self.total_steps = self._total_steps()
+        self.losses: dict[int, float] = {}
+        self.store = CheckpointStore(
+            self.folder / "checkpoints",
+            group=world.checkpoint_group,
+            keep_last=config.checkpoint.keep_last,
+            asynchronous=config.checkpoint.async_save,
+        )
+        log.info(
+            "%s, %s parameters, %s on %d x %s; %d steps",
+            self.spec.family,
+            f"{self.spec.num_parameters():,}",
+            str(self.model.compute_dtype).removeprefix("torch."),
+            world.size,
+            world.device.type,
+            self.total_steps,
+        )
+
+    def _total_steps(self) -> int:
+        train = self.config.train
+        if train.steps is not None:
+            return train.steps
+        rows = sum(len(source) for source in self.sources)
+        assert train.epochs is not None
+        return train.epochs * -(-rows // train.global_batch_size)
+
+    # --- state -------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the live tensors that a checkpoint holds; random states are copies, under this rank's name."""
+        tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in self.model.named_parameters()}
+        tensors |= {f"optimizer.{name}": value for name, value in optimizer_tensors(self.optimizer).items()}
+        tensors[f"rng.{self.world.rank}.cpu"] = torch.get_rng_state()
+        if self.world.device.type == "cuda":
+            tensors[f"rng.{self.world.rank}.cuda"] = torch.cuda.get_rng_state(self.world.device)
+        return tensors
+
+    def record(self) -> dict[str, Any]:
+        """Return the numbers that a checkpoint holds, equal on every rank."""
+        return {
+            "samples_seen": self.samples_seen,
+            "skipped": self.skipped,
+            "tokens_seen": self.tokens_seen,
+            "world_size": self.world.size,
+            "identity": identity(self.config, self.spec, self.sources),
+            "config": self.config.model_dump(mode="json"),
+        }
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Load a checkpoint in place. Its random states are used where the world is the same, else made anew."""
+        record = checkpoint.record
+        self.step, self.samples_seen = int(record["step"]), int(record["samples_seen"])
+        self.tokens_seen, self.skipped = int(record["tokens_seen"]), int(record["skipped"])
+        tensors = self.tensors()
+        same_world = record["world_size"] == self.world.size
+        if not same_world:
+            tensors = {name: value for name, value in tensors.items() if not name.startswith("rng.")}
+        load_tensors(checkpoint, tensors, unread=("rng.",))
+        if same_world:
+            torch.set_rng_state(tensors[f"rng.{self.world.rank}.cpu"])
+            if self.world.device.type == "cuda":
+                torch.cuda.set_rng_state(tensors[f"rng.{self.world.rank}.cuda"], self.world.device)
+        else:
+            set_seed(self.config.train.seed, data_rank=self.world.data_rank, step=self.step)
+        log.info("resumed from %s: step %d of %d", checkpoint.folder, self.step, self.total_steps)
+
+    def save(self) -> None:
+        """Save the state as it is now."""
+        self.store.save(self.step, self.tensors(), self.record())
+
+    # --- training ----------------------------------------------------------------------------------------------
+
+    def train(self) -> TrainResult:
+        """Run the remaining steps."""
+        config, metrics = self.config, self.config.metrics
+        loader = build.build_loader(config, self.sources, self.world, self.samples_seen)
+        held_out: dict[str, float] | None = None
+        saved = self.step if self.step else -1
+        stopped = False
+        folder = self.folder if self.world.rank == 0 else None
+        with (
+            StopSignal() as stop,
+            MetricsWriter(
+                folder,
+                total_steps=self.total_steps,
+                first_step=self.step,
+                tensorboard=metrics.tensorboard,
+                progress=metrics.progress,
+            ) as writer,
+        ):
+            batches = iter(loader) if self.step < self.total_steps else iter(())
+            while self.step < self.total_steps:
+                began = time.perf_counter()
+                batch = next(batches)
+                waited = time.perf_counter() - began
+                targets, tokens = count_tokens(batch.micro_batches)
+                valid_tokens, tokens, stops = map(
+                    int, sum_over(self.world.data_group, targets, tokens, stop.received is not None)
+                )
+                if stops:
+                    stopped = True
+                    log.warning("stopping after step %d (%s)", self.step, stop.received or "a signal to another rank")
+                    break
+                self._step(batch, valid_tokens, tokens, began, waited, writer)
+                if config.eval.every_steps and self.step % config.eval.every_steps == 0:
+                    held_out = self._evaluate(writer)
+                if config.checkpoint.every_steps and self.step % config.checkpoint.every_steps == 0:
+                    self.save()
+                    saved = self.step
+            if self.held_out and not stopped and (held_out is None or self.step % max(1, config.eval.every_steps)):
+                held_out = self._evaluate(writer)
+            if saved != self.step and (stopped or config.checkpoint.save_last):
+                self.save()
+            self.store.wait()
+        return TrainResult(self.folder, self.step, not stopped, self.losses, held_out)
+
+    def _step(
+        self, batch: StepBatch, valid_tokens: int, tokens: int, began: float, waited: float, writer: MetricsWriter
+    ) -> None:
+        config, group = self.config, self.world.data_group
+        rate = self._learning_rate()
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = rate
+        loss_sum, parts = forward_backward(
+            self.wrapped, self._loss, batch.micro_batches, valid_tokens=valid_tokens, device=self.world.device
+        )
+        norm = float(clip_gradients(self.model.parameters(), config.optimizer.max_grad_norm))
+        bad = not abs(norm) < float("inf")
+        if bad:
+            samples = range(batch.first_sample, batch.first_sample + batch.num_samples)
+            culprits = find_culprits(loss_sum, samples, group)
+            error = nonfinite_error(self.step + 1, norm, culprits)
+            if config.train.on_nonfinite == "stop":
+                raise error
+            self.skipped += 1
+            log.warning("update skipped on all ranks: %s", error)
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.samples_seen = batch.first_sample + batch.num_samples
+        self.tokens_seen += tokens
+        result = StepResult(loss_sum, valid_tokens, norm, bad, parts)
+        self._log(result, rate, writer, tokens=tokens, began=began, waited=waited)
+
+    def _learning_rate(self) -> float:
+        schedule = self.config.schedule
+        return learning_rate_at(
+            self.step - self.skipped,  # a skipped update does not move the schedule
+            kind=schedule.kind,
+            peak=self.config.optimizer.learning_rate,
+            total_steps=self.total_steps,
+            warmup_steps=schedule.warmup_steps,
+            min_ratio=schedule.min_ratio,
+            decay_fraction=schedule.decay_fraction,
+        )
+
+    def _loss(self, model: nn.Module, batch: MicroBatch) -> Loss:
+        batch = MicroBatch(*(tensor.to(self.world.device, non_blocking=True) for tensor in batch))
+        hidden_BSD = model(batch.tokens_BS, positions_BS=batch.positions_BS, document_ids_BS=batch.document_ids_BS)
+        return self.objective(hidden_BSD, self.model.head_weight_VD, batch)
+
+    def _log(
+        self, result: StepResult, rate: float, writer: MetricsWriter, *, tokens: int, began: float, waited: float
+    ) -> None:
+        self.rates.add(tokens=tokens, seconds=time.perf_counter() - began, data_wait=waited)
+        if self.step % self.config.metrics.log_every and self.step != self.total_steps:
+            return
+        losses = reduce_losses(result, self.world.data_group)
+        self.losses[self.step] = losses["loss"]
+        record = {
+            "step": self.step,
+            **losses,
+            "grad_norm": result.grad_norm,
+            "lr": rate,
+            "valid_tokens": result.valid_tokens,
+            "tokens_seen": self.tokens_seen,
+            **self.rates.take(),
+            "peak_memory_bytes": peak_memory_bytes(self.world.device),
+            "skipped": result.skipped,
+        }
+        writer.write(record)
+
+    def _evaluate(self, writer: MetricsWriter) -> dict[str, float]:
+        evaluation = self.config.eval
+        numbers = held_out_loss(
+            self.model,
+            self.objective,
+            self.held_out,
+            group=self.world.data_group,
+            device=self.world.device,
+            micro_batch_size=evaluation.micro_batch_size,
+            max_rows=evaluation.max_rows,
+        )
+        writer.write({"step": self.step, **{f"eval_{name}": value for name, value in numbers.items()}})
+        log.info("held-out loss %.4f, perplexity %.2f", numbers["loss"], numbers["perplexity"])
+        return numbers
