@@ -34,7 +34,7 @@ class Stage(Section):
     """TOML file with the options; `options` below win over it."""
     nproc: PositiveInt = 1
     """Ranks to start (train only)."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """Options of the kind; `{other}` in a text stands for the folder of the earlier stage `other`."""
 
 
@@ -106,12 +106,16 @@ def _overlay(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def plan_stages(pipeline: Pipeline, schemas: Mapping[str, type[Section]]) -> list[tuple[Stage, Path, Section]]:
+def plan_stages(
+    pipeline: Pipeline, schemas: Mapping[str, type[Section]], outputs: Mapping[str, str | None]
+) -> list[tuple[Stage, Path, Section]]:
     """Return each stage with its folder and its checked options.
 
     Args:
         pipeline: the pipeline.
         schemas: the options' schema of each kind.
+        outputs: the option (``key`` or ``section.key``) of each kind that names its output folder, if it has one; the
+            pipeline sets it.
 
     Raises:
         UserError: an illegal pipeline or illegal options of any stage, before anything has run.
@@ -122,6 +126,24 @@ def plan_stages(pipeline: Pipeline, schemas: Mapping[str, type[Section]]) -> lis
     for stage in pipeline.stage:
         folder = Path(pipeline.output) / stage.name
         options = resolve(stage_options(stage), folders)
+        if key := outputs[stage.kind]:
+            options = _set_output(options, key.split("."), folder, stage)
         planned.append((stage, folder, build(schemas[stage.kind], options, source=f"stage {stage.name}")))
         folders[stage.name] = folder
     return planned
+
+
+def _set_output(options: dict[str, Any], path: list[str], folder: Path, stage: Stage) -> dict[str, Any]:
+    parent = options
+    for part in path[:-1]:
+        parent = parent.setdefault(part, {})
+    given = stage.options if len(path) == 1 else stage.options.get(path[0], {})
+    if path[-1] in given:
+        raise UserError(
+            "a stage's output folder is set by the pipeline",
+            where=f"stage {stage.name}: {'.'.join(path)}",
+            seen=parent[path[-1]],
+            hint="leave it out; the folder is OUTPUT/NAME",
+        )
+    parent[path[-1]] = str(folder)
+    return options

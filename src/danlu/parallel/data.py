@@ -8,8 +8,6 @@ the buckets and the overlap. No reduction happens before the last micro-batch of
 What it does not do: nothing is split, so memory per rank is that of one process.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from danlu.base.log import log
 
 
+# DDP reads the annotations of a hook, so this module keeps them as objects: no `from __future__ import annotations`.
 def _sum_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None
@@ -40,7 +39,6 @@ def apply_ddp(model: nn.Module, group: dist.ProcessGroup, *, bucket_cap_mb: floa
         model,
         process_group=group,
         bucket_cap_mb=bucket_cap_mb,
-        broadcast_buffers=False,
         gradient_as_bucket_view=True,
     )
     wrapped.register_comm_hook(group, _sum_hook)

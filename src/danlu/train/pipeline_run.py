@@ -1,0 +1,277 @@
+"""``danlu run``: stages one after the other, each skipped when it is done and nothing that it depends on has changed.
+
+A stage's key is the hash of its kind, its options, the keys of the stages it refers to, the content of the files it
+names and danlu's version. ``pipeline.json`` keeps each stage's key and status; a stage is skipped when its key is the
+recorded one and its status is ``done``. A stage that was interrupted runs again in the same folder, so a build goes on
+with its next shard and a training run with its newest checkpoint. A stage whose key has changed starts anew: its old
+folder is moved aside where it holds checkpoints (they may have cost GPU days), else removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from danlu.base.errors import RunError, UserError
+from danlu.base.log import log
+from danlu.config.data_build import DataBuild, TokenizerTrain
+from danlu.config.load import to_toml
+from danlu.config.pipeline import Pipeline, Stage, plan_stages, references, stage_options
+from danlu.config.rules import check_config
+from danlu.config.schema import Config, Section
+from danlu.config.stages import EvalOptions, ExportOptions, FinanceOptions
+from danlu.version import __version__
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Runner:
+    """How stages of a kind run: their options' schema, where the output folder goes in them, and the function."""
+
+    schema: type[Section]
+    output_key: str | None
+    run: Callable[[Any, Path, Stage], Result]
+
+
+def _run_finance(options: FinanceOptions, folder: Path, stage: Stage) -> Result:
+    from danlu.data.finance import write_finance
+
+    return dict(write_finance(folder, **options.model_dump()))
+
+
+def _run_tokenizer(options: TokenizerTrain, folder: Path, stage: Stage) -> Result:
+    from danlu.data.tokenizer_train import build_tokenizer
+
+    return build_tokenizer(options)
+
+
+def _run_data(options: DataBuild, folder: Path, stage: Stage) -> Result:
+    from danlu.data.build import build
+
+    manifest = build(options)
+    keys = ("num_samples", "num_rows", "num_tokens", "target_tokens", "truncated", "dropped", "bad_rows", "fingerprint")
+    return {key: manifest[key] for key in keys}
+
+
+def _run_train(options: Config, folder: Path, stage: Stage) -> Result:
+    if stage.nproc == 1:
+        from danlu.train.loop import train
+
+        result = train(options)
+        if not result.finished:
+            raise RunError(
+                "training was stopped by a signal", where=f"stage {stage.name}", hint="run the pipeline again"
+            )
+    else:
+        from danlu.train.local import run_local_ranks
+
+        config_file = folder.with_name(f"{stage.name}.toml")
+        config_file.write_text(to_toml(options), encoding="utf-8")
+        if run_local_ranks(["train", str(config_file)], nproc=stage.nproc) != 0:
+            raise RunError("training failed", where=f"stage {stage.name}", hint=f"see {folder / 'log.txt'}")
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [record for record in map(json.loads, lines) if "loss" in record]
+    if not steps:
+        raise RunError("training left no metrics", where=f"stage {stage.name}")
+    return {"step": steps[-1]["step"], "first_loss": steps[0]["loss"], "last_loss": steps[-1]["loss"]}
+
+
+def _run_eval(options: EvalOptions, folder: Path, stage: Stage) -> Result:
+    from danlu.train.evaluation import evaluate
+
+    return evaluate(options, folder / "eval.json")
+
+
+def _run_export(options: ExportOptions, folder: Path, stage: Stage) -> Result:
+    from danlu.train.export import export
+
+    return export(options.model, folder, dtype=options.dtype, verify=options.verify, overwrite=True)
+
+
+RUNNERS: Mapping[str, Runner] = {
+    "finance": Runner(FinanceOptions, None, _run_finance),
+    "tokenizer": Runner(TokenizerTrain, "output", _run_tokenizer),
+    "data": Runner(DataBuild, "output", _run_data),
+    "train": Runner(Config, "train.output", _run_train),
+    "eval": Runner(EvalOptions, None, _run_eval),
+    "export": Runner(ExportOptions, None, _run_export),
+}
+
+
+def plan_pipeline(pipeline: Pipeline) -> list[tuple[Stage, Path, Section]]:
+    """Return the stages with their folders and checked options.
+
+    Raises:
+        UserError: anything about any stage that can be known before it runs.
+    """
+    outputs = {kind: runner.output_key for kind, runner in RUNNERS.items()}
+    planned = plan_stages(pipeline, {kind: runner.schema for kind, runner in RUNNERS.items()}, outputs)
+    for stage, _, options in planned:
+        if isinstance(options, Config):
+            check_config(options, stage.nproc)
+    return planned
+
+
+def run_pipeline(pipeline: Pipeline) -> Path:
+    """Run the stages that need it and return the pipeline's folder.
+
+    Raises:
+        UserError: an illegal pipeline (before anything runs), or another process is running this one.
+        RunError: a stage failed; the stages before it are kept and skipped the next time.
+    """
+    planned = plan_pipeline(pipeline)
+    output = Path(pipeline.output)
+    output.mkdir(parents=True, exist_ok=True)
+    with _locked(output):
+        state = _State(output, pipeline)
+        keys: dict[str, str] = {}
+        for number, (stage, folder, options) in enumerate(planned, 1):
+            keys[stage.name] = key = stage_key(stage, options, keys, output)
+            title = f"[{number}/{len(planned)}] {stage.name} ({stage.kind})"
+            if state.is_done(stage.name, key) and folder.exists():
+                log.info("%s: done and unchanged, skipped", title)
+                continue
+            log.info("%s", title)
+            if state.key(stage.name) != key:
+                _clear(folder)
+            _run_stage(stage, folder, options, key, state)
+        state.drop_others(keys)
+    return output
+
+
+def _run_stage(stage: Stage, folder: Path, options: Section, key: str, state: _State) -> None:
+    state.set(stage, folder, key, status="running")
+    began = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        result = RUNNERS[stage.kind].run(options, folder, stage)
+    except BaseException:
+        state.set(stage, folder, key, status="failed", seconds=time.monotonic() - began)
+        raise
+    state.set(stage, folder, key, status="done", seconds=time.monotonic() - began, result=result)
+
+
+def stage_key(stage: Stage, options: Section, keys: Mapping[str, str], output: Path) -> str:
+    """Return the hash of everything that a stage's result depends on."""
+    upstream = {name: keys[name] for name in sorted(references(stage_options(stage)))}
+    values = options.model_dump(mode="json")
+    files = {path: _content_hash(Path(path)) for path in sorted(set(_paths(values))) if not _is_below(path, output)}
+    text = json.dumps([__version__, stage.kind, stage.nproc, values, upstream, files], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _paths(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        if value and len(value) < 1024 and "\n" not in value and Path(value).exists():
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _paths(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _paths(item)
+
+
+def _is_below(path: str, output: Path) -> bool:
+    return Path(path).resolve().is_relative_to(output.resolve())
+
+
+def _content_hash(path: Path) -> str:
+    files = [path] if path.is_file() else sorted(item for item in path.rglob("*") if item.is_file())
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(str(file.relative_to(path)).encode())
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _clear(folder: Path) -> None:
+    if not folder.exists():
+        return
+    if any(folder.glob("checkpoints/step-*")):
+        number = 1
+        while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
+            number += 1
+        log.warning("%s has changed; its old checkpoints are kept in %s", folder.name, aside)
+        folder.rename(aside)
+    else:
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def _locked(output: Path) -> Iterator[None]:
+    with (output / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError("another process is running this pipeline", where=str(output)) from None
+        yield
+
+
+class _State:
+    """``pipeline.json``: one entry a stage, rewritten as a whole after each change."""
+
+    def __init__(self, output: Path, pipeline: Pipeline) -> None:
+        self.path = output / "pipeline.json"
+        self.name = pipeline.name
+        self.order = [stage.name for stage in pipeline.stage]
+        try:
+            stages = json.loads(self.path.read_text(encoding="utf-8"))["stages"]
+            self.stages: dict[str, dict[str, Any]] = {stage["name"]: stage for stage in stages}
+        except FileNotFoundError:
+            self.stages = {}
+        except (json.JSONDecodeError, KeyError, TypeError):
+            log.warning("%s cannot be read; every stage runs again", self.path)
+            self.stages = {}
+
+    def key(self, name: str) -> str | None:
+        """Return the recorded key of a stage."""
+        return self.stages.get(name, {}).get("key")
+
+    def is_done(self, name: str, key: str) -> bool:
+        """Return whether the stage finished with this key."""
+        return self.key(name) == key and self.stages[name].get("status") == "done"
+
+    def set(
+        self,
+        stage: Stage,
+        folder: Path,
+        key: str,
+        *,
+        status: str,
+        seconds: float | None = None,
+        result: Result | None = None,
+    ) -> None:
+        """Record a stage's state durably."""
+        self.stages[stage.name] = {
+            "name": stage.name,
+            "kind": stage.kind,
+            "status": status,
+            "seconds": seconds,
+            "folder": folder.name,
+            "key": key,
+            "result": result,
+        }
+        self._write()
+
+    def drop_others(self, keys: Mapping[str, str]) -> None:
+        """Forget stages that the pipeline no longer has."""
+        self.stages = {name: entry for name, entry in self.stages.items() if name in keys}
+        self._write()
+
+    def _write(self) -> None:
+        known = [self.stages[name] for name in self.order if name in self.stages]
+        temporary = self.path.with_suffix(".json.partial")
+        text = json.dumps({"name": self.name, "stages": known}, ensure_ascii=False, indent=2)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(self.path)
