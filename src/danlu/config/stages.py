@@ -35,6 +35,10 @@ class EvalOptions(Section):
     """Prompt made of a question file's fields, such as "Query: {text}\\nIntent:"."""
     completion_template: str | None = None
     """Answer made of a question file's fields, such as " {category}"."""
+    layout: Literal["auto", "chat", "plain"] = "auto"
+    """Prompts as a chat or as plain text; `auto`: as the training data were, else plain unless the rows are chats."""
+    system: str | None = None
+    """System message for chats that have none; unset: that of the training data."""
     majority_from: str | None = None
     """Training file from which the majority baseline's answers are taken; unset: from the questions themselves."""
     limit: PositiveInt | None = None
@@ -47,6 +51,10 @@ class EvalOptions(Section):
     """Rows of each data set for the held-out loss; unset: all."""
     seed: NonNegativeInt = 0
     """Seed of the sample."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Number format of weights and computation."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes CUDA where there is a device."""
 
 
 class ExportOptions(Section):

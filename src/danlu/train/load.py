@@ -20,12 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jinja2
 import torch
 
-from danlu.base.errors import UserError
+from danlu.base import env
+from danlu.base.errors import UserError, unknown_name
 from danlu.checkpoint.convert import load_decoder
 from danlu.checkpoint.hub import local_folder, resolve_model
 from danlu.checkpoint.store import Checkpoint, find_checkpoints, load_tensors, open_checkpoint
@@ -36,7 +37,6 @@ from danlu.model.generate import generate
 from danlu.model.spec import ModelSpec, RopeScaling
 from danlu.parallel.mesh import pick_device
 
-DtypeName = Literal["fp32", "bf16", "fp16"]
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -93,12 +93,6 @@ class TrainedModel:
         """Id of the special token that ends an assistant turn in the chat template, or None."""
         return find_end_of_turn(self.tokenizer)
 
-    @property
-    def trained_on_chats(self) -> bool:
-        """Whether the training data were chats; False where that is unknown."""
-        chats = self.data_config.get("form") in ("messages", "sharegpt")
-        return chats or self.data_config.get("layout") == "chat"
-
     @cached_property
     def stop_ids(self) -> frozenset[int]:
         """Ids that end an answer: EOS, the template's end of turn, and those of generation_config.json."""
@@ -137,22 +131,22 @@ class TrainedModel:
 
 
 def load_model(
-    name: str | Path, *, checkpoint: int | None = None, dtype: DtypeName = "fp32", device: str = "auto"
+    name: str | Path, *, checkpoint: int | None = None, dtype: str = "fp32", device: str = "auto"
 ) -> TrainedModel:
     """Open a trained model in eval mode.
 
     Args:
         name: run folder, checkpoint folder, HF folder, GGUF file, hub id (``owner/name``) or ``modelscope:owner/name``.
         checkpoint: step of a run's checkpoint; None takes the newest.
-        dtype: of parameters and computation.
+        dtype: of parameters and computation: ``fp32``, ``bf16`` or ``fp16``.
         device: ``auto``, ``cpu`` or ``cuda``.
 
     Raises:
         UserError: nothing there, no complete checkpoint, an unsupported model, or damaged weights.
     """
     if dtype not in DTYPES:
-        raise UserError("unknown dtype", where="dtype", seen=dtype, legal=DTYPES)
-    place = pick_device(device, 0)
+        raise unknown_name("dtype", dtype, DTYPES)
+    place = pick_device(device, env.ranks().local_rank)
     saved = find_checkpoint(str(name), checkpoint)
     if saved is not None:
         return _from_checkpoint(str(name), saved, DTYPES[dtype], place)
@@ -216,6 +210,11 @@ def spec_from_record(record: Mapping[str, Any], where: str) -> ModelSpec:
         ) from None
 
 
+def is_chat_data(data_config: Mapping[str, Any]) -> bool:
+    """Return whether a data build made chats; False where nothing is known about it."""
+    return data_config.get("form") in ("messages", "sharegpt") or data_config.get("layout") == "chat"
+
+
 def find_end_of_turn(tokenizer: Tokenizer) -> int | None:
     """Return the id of the special token behind an assistant's words in the chat template, or None."""
     if tokenizer.core.chat_template is None:
@@ -243,13 +242,11 @@ def _from_checkpoint(name: str, saved: Checkpoint, dtype: torch.dtype, device: t
         load_tensors(saved, tensors, unread=("optimizer.", "rng."))
     inside_run = saved.folder.resolve().parent
     run = inside_run.parent if inside_run.name == "checkpoints" else None
-    data = Path(saved.record["tokenizer"])
+    data = Path(saved.record["config"]["data"]["train"][0])
     places = [data / "tokenizer", data] if run is None else [run / "tokenizer", data / "tokenizer", data]
     tokenizer_folder = next((place for place in places if has_tokenizer(place)), None)
     data_config = read_manifest(data).get("config", {}) if (data / MANIFEST).is_file() else {}
-    return TrainedModel(
-        model.to(dtype).eval(), name, saved.folder, run, saved.step, tokenizer_folder, data_config
-    )
+    return TrainedModel(model.to(dtype).eval(), name, saved.folder, run, saved.step, tokenizer_folder, data_config)
 
 
 def _generation_stops(folder: Path) -> list[int]:

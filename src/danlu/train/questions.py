@@ -1,8 +1,8 @@
-"""Questions with known answers, asked in the very tokens of training.
+r"""Questions with known answers, asked in the very tokens of training.
 
 A question file is read by the code that reads training data (formats, forms, templates), and its prompts are tokenized
 by the code that tokenizes training samples: a prompt and its completion apart, or a chat up to the assistant's last
-turn with the template's generation prompt. A model that was trained on "Query: ...\\nIntent:" and is asked without that
+turn with the template's generation prompt. A model that was trained on "Query: ...\nIntent:" and is asked without that
 template scores zero for no fault of its own; so where the options do not say how to read the file, it is read as the
 training data was, if its fields allow that.
 
@@ -13,19 +13,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jinja2
 
-from danlu.base.errors import UserError, unknown_name
+from danlu.base.errors import UserError
 from danlu.config.data_build import DataBuild, Form
+from danlu.config.load import build
 from danlu.data.forms import Example, Template, detect_form, make_reader
 from danlu.data.masking import encode_plain
 from danlu.data.sources import Chunk, find_files, parse_chunk, read_chunks
 from danlu.data.streams import BadRow
 from danlu.data.tokenizer import Tokenizer
+from danlu.train.load import is_chat_data
 from danlu.train.scores import Stratum
 
 Record = dict[str, Any]
@@ -78,15 +80,20 @@ def settle_form(given: QuestionForm, training: Mapping[str, Any], first: Record)
     """
     form = given
     if not given.names_fields and training.get("form") not in (None, "text"):
-        like_training = replace(given, **{name: training.get(name) for name in (
-            "form", "prompt_field", "completion_field", "prompt_template", "completion_template",
-        )})  # fmt: skip
+        like_training = replace(
+            given,
+            form=training["form"],
+            prompt_field=training.get("prompt_field"),
+            completion_field=training.get("completion_field"),
+            prompt_template=training.get("prompt_template"),
+            completion_template=training.get("completion_template"),
+        )
         if _has_fields(like_training, first):
             form = like_training
-    chats = training.get("form") in ("messages", "sharegpt") or training.get("layout") == "chat"
-    if form.layout == "auto" and chats and not {"messages", "conversations"} & first.keys():
-        form = replace(form, layout="chat")
-    if form.system is None and chats:
+    chats = is_chat_data(training)
+    if form.layout == "auto" and not {"messages", "conversations"} & first.keys():
+        form = replace(form, layout="chat" if chats else training.get("layout", "auto"))
+    if form.system is None and chats and form.layout != "plain":
         form = replace(form, system=training.get("system"))
     return form
 
@@ -98,7 +105,7 @@ def _has_fields(form: QuestionForm, row: Record) -> bool:
     fields = {name for name in (form.prompt_field, form.completion_field) if name}
     for template in (form.prompt_template, form.completion_template):
         fields |= set(Template(template, "template").fields) if template else set()
-    return fields <= row.keys()
+    return bool(fields) and fields <= row.keys()  # without names the usual ones are looked for, in any file
 
 
 def read_asked(path: Path, form: QuestionForm, training: Mapping[str, Any], *, has_chat_template: bool) -> list[Asked]:
@@ -120,10 +127,8 @@ def read_asked(path: Path, form: QuestionForm, training: Mapping[str, Any], *, h
         raise UserError("the file holds no questions", where=str(path))
     first = [record for _, record in rows[:_NUM_FIRST]]
     form = settle_form(form, training, first[0])
-    config = DataBuild(  # only its form fields matter here: nothing is built
-        inputs=(str(path),), output="-", tokenizer="-",
-        **{name: getattr(form, name) for name in QuestionForm.__slots__},
-    )  # fmt: skip
+    # Only the fields about forms matter here: nothing is built.
+    config = build(DataBuild, {"inputs": str(path), "output": "-", "tokenizer": "-", **asdict(form)}, source=str(path))
     kind = _kind(config, first, path)
     reader = make_reader(config, kind, first, has_chat_template)
     asked = []
@@ -149,8 +154,6 @@ def _as_error(fault: BadRow, where: str) -> UserError:
 
 
 def _kind(config: DataBuild, first: Sequence[Record], path: Path) -> Form:
-    if config.form not in ("auto", *get_args(Form)):
-        raise unknown_name("form", config.form, get_args(Form))
     try:
         kind = detect_form(first, config) if config.form == "auto" else config.form
     except UserError:
