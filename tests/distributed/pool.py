@@ -76,7 +76,7 @@ class RankPool:
                     answers[rank] = (False, f"the process died (exit code {self._ranks[rank][0].exitcode})")
                 if not answers[rank][0]:
                     end = min(end, time.monotonic() + GRACE_SECONDS)
-        return answers | {rank: (False, "no answer in time: it hangs") for rank in waiting.values()}
+        return answers | dict.fromkeys(waiting.values(), (False, "no answer in time: it hangs"))
 
     def _start(self) -> tuple[mp.process.BaseProcess, Connection]:
         context = mp.get_context("spawn")

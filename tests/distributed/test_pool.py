@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.pool import JobFailed, RankPool
 
 from danlu.parallel.mesh import open_world, sum_over
+from distributed.pool import JobFailed, RankPool
 
 
 def _sum(offset: float) -> tuple[int, int, float]:

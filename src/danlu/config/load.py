@@ -6,6 +6,7 @@ line for a TOML value, the word for a command-line override.
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -60,9 +61,10 @@ def parse_override(word: str) -> tuple[tuple[str, ...], Any]:
     if not equals or not all(path):
         raise UserError("an override must read section.key=value", where="command line", seen=word)
     try:
-        return path, tomllib.loads(f"value = {text}")["value"]
+        parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return path, text
+    return path, parsed["value"] if len(parsed) == 1 else text  # a line break can hide further keys
 
 
 def _set(tree: Tree, path: Sequence[str], value: Any) -> None:
@@ -118,9 +120,12 @@ def load(schema: type[C], path: Path | None, overrides: Sequence[str] = ()) -> L
 
 
 def build(schema: type[C], tree: Tree, origins: dict[str, str] | None = None, *, source: str = "config") -> C:
-    """Validate a plain tree against ``schema``; like `load`, for callers that already hold the values."""
+    """Validate a plain tree against ``schema``; like `load`, for callers that already hold the values.
+
+    As strict as the JSON Schema says: `true` is no number and "10" neither.
+    """
     try:
-        return schema.model_validate(tree)
+        return schema.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         problems = [_explain(schema, problem, origins or {}, source) for problem in error.errors()]
     if len(problems) == 1:
@@ -143,7 +148,8 @@ def _explain(schema: type[BaseModel], problem: Any, origins: dict[str, str], sou
         else:
             break
     key = ".".join(location[: depth + (problem["type"] == "extra_forbidden")])
-    where = f"{origins.get(key, source)}: {key}" if key else source
+    inside = (origin for name, origin in origins.items() if name.startswith(f"{key}."))
+    where = f"{origins.get(key) or next(inside, source)}: {key}" if key else source
     if problem["type"] == "extra_forbidden":
         name, legal = location[-1], sorted(model.model_fields)
         close = nearest(name, legal)

@@ -80,6 +80,27 @@ def check_schedule(config: Config) -> None:
         )
 
 
+def check_effect(config: Config) -> None:
+    """No option is set that cannot take effect."""
+    idle: dict[str, str] = {}
+    if not config.eval.data:
+        idle |= dict.fromkeys(("eval.every_steps", "eval.max_rows"), "eval.data names no folder")
+    if config.schedule.kind != "wsd":
+        idle["schedule.decay_fraction"] = f'schedule.kind = "{config.schedule.kind}" has no separate decay'
+    if config.schedule.kind == "constant":
+        idle["schedule.min_ratio"] = 'schedule.kind = "constant" never decays'
+    for key, why in idle.items():
+        section, name = key.split(".")
+        value, default = getattr(getattr(config, section), name), getattr(getattr(Config(), section), name)
+        if value != default:
+            raise UserError(
+                f"this option has no effect: {why}",
+                where=key,
+                seen=value,
+                legal="unset" if default is None else f"{default} (the default)",
+            )
+
+
 def solve_data_degree(config: Config, world_size: int) -> int:
     """Return the number of data ranks.
 
@@ -103,12 +124,12 @@ def check_batch(config: Config, data_degree: int) -> None:
     """The global batch splits evenly into micro-batches over the data ranks."""
     total, micro = config.train.global_batch_size, config.train.micro_batch_size
     if total % data_degree:
-        lower = total // data_degree * data_degree
+        lower = max(1, total // data_degree) * data_degree
         raise UserError(
             "the global batch does not divide by the number of data ranks",
             where="train.global_batch_size",
             seen=f"{total} sequences on {data_degree} data ranks",
-            legal=f"a multiple of {data_degree}, such as {lower or data_degree} or {lower + data_degree}",
+            legal=f"a multiple of {data_degree}, such as {lower} or {lower + data_degree}",
         )
     per_rank = total // data_degree
     if micro > per_rank:
@@ -134,6 +155,7 @@ def check_config(config: Config, world_size: int) -> int:
     check_data(config)
     check_init(config)
     check_schedule(config)
+    check_effect(config)
     data_degree = solve_data_degree(config, world_size)
     check_batch(config, data_degree)
     return data_degree

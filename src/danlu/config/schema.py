@@ -16,14 +16,16 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeI
 class Section(BaseModel):
     """Base of all sections: frozen, unknown keys refused, descriptions taken from the fields' docstrings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 def _one_or_many(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
-Paths = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+Paths = Annotated[tuple[str, ...], BeforeValidator(_one_or_many, json_schema_input_type=str | tuple[str, ...])]
 """One path or a list of paths."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 

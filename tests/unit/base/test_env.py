@@ -22,7 +22,7 @@ def test_one_process_is_rank_0_of_1() -> None:
 
 
 def test_a_launcher_sets_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun's variables are read."""
+    """Torchrun's variables are read."""
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "host"}.items():
         monkeypatch.setenv(name, value)
     assert env.ranks() == env.Ranks(rank=3, world_size=4, local_rank=1, launched=True)
