@@ -56,6 +56,24 @@ def check_data(config: Config) -> None:
         )
 
 
+def check_eval(config: Config) -> None:
+    """Evaluation data is given or split off, not both; and evaluating now and then needs some."""
+    data, fraction = config.eval.data, config.eval.held_out_fraction
+    if data and fraction:
+        raise UserError(
+            "give eval.data or eval.held_out_fraction, not both",
+            where="eval.held_out_fraction",
+            seen=f"{fraction} beside eval.data={list(data)}",
+        )
+    if config.eval.every_steps and not data and not fraction:
+        raise UserError(
+            "evaluation needs rows that are not trained on",
+            where="eval.every_steps",
+            seen=config.eval.every_steps,
+            hint="give eval.data, or keep a share of the training rows out with eval.held_out_fraction",
+        )
+
+
 def check_init(config: Config) -> None:
     """Sizes may be changed only for a model that starts from random weights."""
     changed = size_overrides(config.model)
@@ -153,6 +171,7 @@ def check_config(config: Config, world_size: int) -> int:
     """Apply every rule for a run on ``world_size`` processes and return the number of data ranks."""
     check_duration(config)
     check_data(config)
+    check_eval(config)
     check_init(config)
     check_schedule(config)
     check_effect(config)

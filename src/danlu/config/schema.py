@@ -182,6 +182,8 @@ class EvalSection(Section):
 
     data: Paths = ()
     """Folders written by `danlu data build`, of rows that are not trained on."""
+    held_out_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of the training rows that is kept out and evaluated on instead of `data`."""
     every_steps: NonNegativeInt = 0
     """Steps between evaluations; 0: only at the end."""
     max_rows: PositiveInt | None = None

@@ -14,12 +14,14 @@ class FinanceOptions(Section):
 
     seed: NonNegativeInt = 0
     """Seed of the fictional world and of every question."""
-    train: PositiveInt = 12000
-    """Training questions."""
+    train: PositiveInt = 24_000
+    """Training questions with a passage; a multiple of 24."""
     validation: PositiveInt = 600
-    """Validation questions."""
-    test: PositiveInt = 1200
-    """Test questions."""
+    """Validation questions; a multiple of 24."""
+    test: PositiveInt = 1_200
+    """Test questions; a multiple of 24."""
+    documents: PositiveInt = 1_200
+    """Documents about the products that are asked for without a passage."""
 
 
 class EvalOptions(Section):

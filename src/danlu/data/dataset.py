@@ -66,6 +66,9 @@ class RowSource(Protocol):
     def widths(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the number of tokens of each row."""
 
+    def target_bytes(self, indices: Sequence[int] | np.ndarray) -> int:
+        """Return the UTF-8 bytes of the text of the rows' target tokens."""
+
     def fill(self, rows: Rows, start: int, indices: Sequence[int] | np.ndarray) -> None:
         """Copy rows of the data set into ``rows``, from its row ``start`` on."""
 
@@ -270,6 +273,10 @@ class Subset:
     def widths(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the number of tokens of each row."""
         return self.dataset.widths(self.indices[np.asarray(indices, np.int64)])
+
+    def target_bytes(self, indices: Sequence[int] | np.ndarray) -> int:
+        """Return the UTF-8 bytes of the text of the rows' target tokens."""
+        return self.dataset.target_bytes(self.indices[np.asarray(indices, np.int64)])
 
     def fill(self, rows: Rows, start: int, indices: Sequence[int] | np.ndarray) -> None:
         """Copy rows of the data set into ``rows``, from its row ``start`` on."""

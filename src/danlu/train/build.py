@@ -21,8 +21,9 @@ from danlu.checkpoint.hub import local_folder, resolve_model
 from danlu.checkpoint.store import Checkpoint, find_checkpoints, load_tensors, open_checkpoint
 from danlu.config.rules import micro_batch_size, size_overrides
 from danlu.config.schema import Config, ModelSection
-from danlu.data.dataset import PackedDataset
+from danlu.data.dataset import PackedDataset, RowSource
 from danlu.data.loader import Loader
+from danlu.data.order import split_rows
 from danlu.model.decoder import Decoder
 from danlu.model.flops import train_flops_per_token
 from danlu.model.presets import PRESETS
@@ -52,6 +53,16 @@ def open_sources(paths: Sequence[str], on_corrupt: str) -> list[PackedDataset]:
         seen = ", ".join(f"{source.folder}: {source.vocab_size}" for source in sources)
         raise UserError("the data folders were built with different tokenizers", where="data", seen=seen)
     return sources
+
+
+def hold_out(
+    sources: Sequence[PackedDataset], fraction: float, *, seed: int
+) -> tuple[Sequence[RowSource], Sequence[RowSource]]:
+    """Split off ``fraction`` of each source's rows and return (training rows, held-out rows)."""
+    if not fraction:
+        return sources, []
+    pairs = [split_rows(source, max(1, round(len(source) * fraction)), seed=seed) for source in sources]
+    return [train for train, _ in pairs], [held_out for _, held_out in pairs]
 
 
 def plan_start(model: ModelSection, sources: Sequence[PackedDataset]) -> Start:
@@ -180,7 +191,7 @@ def build_optimizer_for(config: Config, model: Decoder) -> torch.optim.AdamW:
     )
 
 
-def build_loader(config: Config, sources: Sequence[PackedDataset], world: World, samples_seen: int) -> Loader:
+def build_loader(config: Config, sources: Sequence[RowSource], world: World, samples_seen: int) -> Loader:
     """Return the loader of this data rank, from ``samples_seen`` on."""
     return Loader(
         sources,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from danlu.data.batch import IGNORE, MicroBatch
-from danlu.data.dataset import PackedDataset
+from danlu.data.dataset import RowSource
 from danlu.data.loader import EvalLoader
 from danlu.model.decoder import Decoder
 from danlu.objective.cross_entropy import Objective
@@ -26,7 +26,7 @@ from danlu.parallel.mesh import sum_over
 def held_out_loss(
     model: Decoder,
     objective: Objective,
-    datasets: Sequence[PackedDataset],
+    datasets: Sequence[RowSource],
     *,
     group: dist.ProcessGroup,
     device: torch.device,

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from danlu.config.load import to_toml
 from danlu.config.rules import check_config
 from danlu.config.schema import Config
 from danlu.data.batch import MicroBatch, StepBatch
-from danlu.data.dataset import PackedDataset
+from danlu.data.dataset import RowSource
 from danlu.model.spec import ModelSpec
 from danlu.objective.cross_entropy import Loss
 from danlu.parallel.mesh import World, open_world, sum_over
@@ -81,16 +82,18 @@ def train(config: Config, *, resume: str = "auto") -> TrainResult:
     check_config(config, env.ranks().world_size)
     folder = Path(config.train.output)
     checkpoint = find_resume(folder, resume)
-    sources = build.open_sources(config.data.train, config.data.on_corrupt)
-    held_out = build.open_sources(config.eval.data, config.data.on_corrupt)
-    start = build.plan_start(config.model, [*sources, *held_out])
+    folders = build.open_sources(config.data.train, config.data.on_corrupt)
+    other = build.open_sources(config.eval.data, config.data.on_corrupt)
+    start = build.plan_start(config.model, [*folders, *other])
+    sources, split_off = build.hold_out(folders, config.eval.held_out_fraction, seed=config.train.seed)
+    held_out = [*other, *split_off]
     if checkpoint is not None:
         check_same_run(checkpoint, config, start, sources)
     if env.ranks().rank == 0:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
         # the run must be usable when the data is gone
-        shutil.copytree(sources[0].folder / "tokenizer", folder / "tokenizer", dirs_exist_ok=True)
+        shutil.copytree(folders[0].folder / "tokenizer", folder / "tokenizer", dirs_exist_ok=True)
     setup_log(folder / "log.txt")
     if config.precision.tf32:
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -125,7 +128,7 @@ def find_resume(folder: Path, resume: str) -> Checkpoint | None:
     return open_checkpoint(below[-1] if below else path)
 
 
-def check_same_run(checkpoint: Checkpoint, config: Config, start: build.Start, sources: list[PackedDataset]) -> None:
+def check_same_run(checkpoint: Checkpoint, config: Config, start: build.Start, sources: Sequence[RowSource]) -> None:
     """Refuse to continue with another model, seed or data: the loss would go on without a word, and mean nothing."""
     before = checkpoint.record["identity"]
     for name, value in identity(config, start.spec, sources).items():
@@ -139,7 +142,7 @@ def check_same_run(checkpoint: Checkpoint, config: Config, start: build.Start, s
             )
 
 
-def identity(config: Config, spec: ModelSpec, sources: list[PackedDataset]) -> dict[str, Any]:
+def identity(config: Config, spec: ModelSpec, sources: Sequence[RowSource]) -> dict[str, Any]:
     """Return, as plain JSON values, what must not change between a checkpoint and the run that continues it."""
     values = {
         "model": dataclasses.asdict(spec),
@@ -159,8 +162,8 @@ class _Run:
         self,
         config: Config,
         start: build.Start,
-        sources: list[PackedDataset],
-        held_out: list[PackedDataset],
+        sources: Sequence[RowSource],
+        held_out: Sequence[RowSource],
         world: World,
     ) -> None:
         self.config, self.world, self.sources, self.held_out = config, world, sources, held_out

@@ -91,7 +91,8 @@ def wilson_interval(correct: int, total: int, z: float = 1.959963984540054) -> t
     share, spread = correct / total, z * z / total
     centre = share + spread / 2
     half = z * math.sqrt(share * (1 - share) / total + spread / (4 * total))
-    return max(0.0, (centre - half) / (1 + spread)), min(1.0, (centre + half) / (1 + spread))
+    low, high = (centre - half) / (1 + spread), (centre + half) / (1 + spread)
+    return 0.0 if correct == 0 else low, 1.0 if correct == total else high  # exact there but for rounding
 
 
 def same_answer(one: str, other: str) -> bool:

@@ -1,0 +1,1 @@
+"""Layer 3: run checkpoints and Hugging Face folders."""
