@@ -38,10 +38,11 @@ def command(
     if prompt is not None:
         _answer(conversation, prompt)
         return
-    _talk(conversation, interactive=sys.stdin.isatty())
+    talk(conversation, interactive=sys.stdin.isatty())
 
 
-def _talk(conversation: Conversation, *, interactive: bool) -> None:
+def talk(conversation: Conversation, *, interactive: bool) -> None:
+    """Answer line after line of stdin until it ends."""
     from danlu.base.errors import UserError
     from danlu.base.log import log, print_error
 

@@ -45,7 +45,6 @@ def command(
     from danlu.base.log import print_json, print_result
     from danlu.config.load import build
     from danlu.config.stages import EvalOptions
-    from danlu.train.evaluation import evaluate
 
     given = {
         "model": model, "data": data or [], "questions": questions, "prompt_template": prompt_template,
@@ -53,12 +52,23 @@ def command(
         "majority_from": majority_from, "limit": limit, "seed": seed, "batch_size": batch_size,
         "max_new_tokens": max_new_tokens, "max_rows": max_rows, "dtype": dtype, "device": device,
     }  # fmt: skip
-    result = evaluate(build(EvalOptions, given, source="command line"), output)
-    if env.ranks().rank == 0:
-        if json:
+    options = build(EvalOptions, given, source="command line")
+
+    def work() -> None:
+        from danlu.train.evaluation import evaluate
+
+        result = evaluate(options, output)
+        if env.ranks().rank == 0 and json:
             print_json(result)
-        else:
+        elif env.ranks().rank == 0:
             print_result(show_result(result))
+
+    if env.ranks().launched:
+        from danlu.train.local import run_as_rank
+
+        run_as_rank(work)
+    else:
+        work()
 
 
 def show_result(result: dict[str, Any]) -> str:
