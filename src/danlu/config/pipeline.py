@@ -1,6 +1,7 @@
 """A pipeline: stages in order, each with options of its kind, whose outputs feed later ones.
 
-A stage writes into a folder of its own, ``OUTPUT/NAME``; ``{NAME}`` in a later stage's options stands for that folder.
+A stage writes into a folder of its own, ``OUTPUT/NAME``; ``stage:NAME`` or ``stage:NAME/file`` as an option of a later
+stage stands for that folder or a file in it.
 Everything is checked before the first stage runs: names, references (only backwards), and each stage's options against
 the schema of its kind.
 """
@@ -20,7 +21,7 @@ from danlu.config.schema import Section
 
 Kind = Literal["finance", "tokenizer", "data", "train", "eval", "export"]
 
-_REFERENCE = re.compile(r"\{([A-Za-z0-9_-]+)\}")
+_REFERENCE = re.compile(r"stage:([A-Za-z0-9_-]+)((?:/.*)?)")
 
 
 class Stage(Section):
@@ -35,7 +36,7 @@ class Stage(Section):
     nproc: PositiveInt = 1
     """Ranks to start (train only)."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the kind; `{other}` in a text stands for the folder of the earlier stage `other`."""
+    """Options of the kind; a value `stage:other/file` is a file of the earlier stage `other`."""
 
 
 class Pipeline(Section):
@@ -63,7 +64,7 @@ def check_pipeline(pipeline: Pipeline) -> None:
                 raise UserError(
                     "a stage can only use the output of an earlier one",
                     where=where,
-                    seen=f"{{{name}}}",
+                    seen=f"stage:{name}",
                     legal=seen or "none: this is the first stage",
                 )
         seen.append(stage.name)
@@ -72,7 +73,8 @@ def check_pipeline(pipeline: Pipeline) -> None:
 def references(value: Any) -> set[str]:
     """Return the names of the stages that a tree of options refers to."""
     if isinstance(value, str):
-        return set(_REFERENCE.findall(value))
+        match = _REFERENCE.fullmatch(value)
+        return {match[1]} if match else set()
     if isinstance(value, Mapping):
         return set().union(*(references(item) for item in value.values()))
     if isinstance(value, list | tuple):
@@ -83,7 +85,8 @@ def references(value: Any) -> set[str]:
 def resolve(value: Any, folders: Mapping[str, Path]) -> Any:
     """Return ``value`` with every reference replaced by the stage's folder."""
     if isinstance(value, str):
-        return _REFERENCE.sub(lambda match: str(folders[match[1]]), value)
+        match = _REFERENCE.fullmatch(value)
+        return f"{folders[match[1]]}{match[2]}" if match else value
     if isinstance(value, Mapping):
         return {key: resolve(item, folders) for key, item in value.items()}
     if isinstance(value, list | tuple):

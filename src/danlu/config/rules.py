@@ -57,20 +57,13 @@ def check_data(config: Config) -> None:
 
 
 def check_eval(config: Config) -> None:
-    """Evaluation data is given or split off, not both; and evaluating now and then needs some."""
+    """Evaluation data is given or split off, not both."""
     data, fraction = config.eval.data, config.eval.held_out_fraction
     if data and fraction:
         raise UserError(
             "give eval.data or eval.held_out_fraction, not both",
             where="eval.held_out_fraction",
             seen=f"{fraction} beside eval.data={list(data)}",
-        )
-    if config.eval.every_steps and not data and not fraction:
-        raise UserError(
-            "evaluation needs rows that are not trained on",
-            where="eval.every_steps",
-            seen=config.eval.every_steps,
-            hint="give eval.data, or keep a share of the training rows out with eval.held_out_fraction",
         )
 
 
@@ -101,8 +94,9 @@ def check_schedule(config: Config) -> None:
 def check_effect(config: Config) -> None:
     """No option is set that cannot take effect."""
     idle: dict[str, str] = {}
-    if not config.eval.data:
-        idle |= dict.fromkeys(("eval.every_steps", "eval.max_rows"), "eval.data names no folder")
+    if not config.eval.data and not config.eval.held_out_fraction:
+        why = "there are no rows to evaluate (eval.data, eval.held_out_fraction)"
+        idle |= dict.fromkeys(("eval.every_steps", "eval.max_rows"), why)
     if config.schedule.kind != "wsd":
         idle["schedule.decay_fraction"] = f'schedule.kind = "{config.schedule.kind}" has no separate decay'
     if config.schedule.kind == "constant":
