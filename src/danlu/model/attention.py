@@ -8,7 +8,9 @@ empty, so there is no NaN to spread (0 * NaN = NaN) in either direction, and no 
 Paths, all exact:
 
 - one document a row, no window: the causal kernel, no mask at all;
-- anything else: one boolean mask a window, [B, 1, S, S], shared by the layers;
+- packed or padded rows and windows on a CPU: document by document, see `cpu_attention`; padding's output is zero;
+- the same on CUDA: one boolean mask a window, [B, 1, S, S], shared by the layers. A variable-length kernel would take
+  this path's place in `attend`;
 - with a cache: fresh keys are written first, then slots up to the query's position are visible.
 
 Grouped queries (arXiv:2305.13245) are passed as they are; keys are not repeated.
@@ -20,7 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from danlu.base.errors import RunError
 from danlu.model.cache import KVCache
+from danlu.model.cpu_attention import Piece, attend_documents, plan_pieces
 from danlu.model.linear import Linear
 from danlu.model.norm import RMSNorm
 from danlu.model.rope import Rotation, rotate
@@ -28,7 +32,12 @@ from danlu.model.spec import ModelSpec
 
 
 class AttentionPlan:
-    """Visibility of one micro-batch: document ids and positions, and the masks made from them on first use.
+    """Visibility of one micro-batch, with the masks or pieces that layers need, each made on first use.
+
+    Args:
+        document_ids_BS: equal ids see each other; -1 is padding; None is one document a row.
+        positions_BS: the tokens' positions, which are their slots in the cache.
+        cache: keys and values of earlier tokens; this chunk's slots are reserved in it.
 
     Attributes:
         num_keys: slots of the cache that are looked at, this chunk included.
@@ -36,26 +45,41 @@ class AttentionPlan:
     """
 
     def __init__(self, document_ids_BS: Tensor | None, positions_BS: Tensor, cache: KVCache | None) -> None:
+        if document_ids_BS is not None and cache is not None:
+            raise RunError("a KV cache holds one document a row", hint="leave document_ids_BS out")
+        on_cpu = positions_BS.device.type == "cpu"
+        if on_cpu and document_ids_BS is not None and _one_document_a_row(document_ids_BS):
+            document_ids_BS = None
         self.document_ids_BS, self.positions_BS, self.cache = document_ids_BS, positions_BS, cache
+        self.length = positions_BS.shape[1]
         self.reads_cache = cache is not None and cache.num_filled > 0
-        self.num_keys = positions_BS.shape[1] if cache is None else cache.reserve(positions_BS.shape[1])
-        self._masks: dict[int | None, Tensor | None] = {}
+        self.num_keys = self.length if cache is None else cache.reserve(self.length)
+        self.in_pieces = on_cpu and not self.reads_cache
+        self._masks: dict[int | None, Tensor] = {}
+        self._pieces: dict[tuple[int, int, int], list[Piece]] = {}
 
-    def mask(self, window: int | None) -> Tensor | None:
-        """Return the boolean mask [B or 1, 1, S, keys] (True = visible), or None where plain causal attention is it."""
+    def is_causal(self, window: int | None) -> bool:
+        """Return whether plain causal attention over whole rows is right for a layer with ``window``."""
+        narrow = window is not None and window < self.length
+        return self.document_ids_BS is None and not self.reads_cache and not narrow
+
+    def pieces(self, num_rows: int, num_heads: int, num_kv_heads: int) -> list[Piece]:
+        """Return the pieces of `cpu_attention` for layers with these heads."""
+        key = (num_rows, num_heads, num_kv_heads)
+        if key not in self._pieces:
+            ids = self.document_ids_BS
+            ids = torch.zeros(num_rows, self.length, dtype=torch.int64) if ids is None else ids
+            self._pieces[key] = plan_pieces(ids, num_heads, num_kv_heads)
+        return self._pieces[key]
+
+    def mask(self, window: int | None) -> Tensor:
+        """Return the boolean mask [B or 1, 1, S, keys], True where visible."""
         if window not in self._masks:
-            self._masks[window] = self._make_mask(window)
+            self._masks[window] = self._cache_mask(window) if self.reads_cache else self._row_mask(window)
         return self._masks[window]
 
-    def _make_mask(self, window: int | None) -> Tensor | None:
-        if self.reads_cache:
-            return self._cache_mask(window)
-        length = self.positions_BS.shape[1]
-        if window is not None and window >= length:
-            window = None
-        if self.document_ids_BS is None and window is None:
-            return None
-        order = torch.arange(length, device=self.positions_BS.device)
+    def _row_mask(self, window: int | None) -> Tensor:
+        order = torch.arange(self.length, device=self.positions_BS.device)
         distance_SS = order.unsqueeze(1) - order
         seen = (distance_SS >= 0) if window is None else (distance_SS >= 0) & (distance_SS < window)
         if self.document_ids_BS is None:
@@ -71,16 +95,24 @@ class AttentionPlan:
         return seen.unsqueeze(1)
 
 
-def attend(query_BSNH: Tensor, key_BKGH: Tensor, value_BKGH: Tensor, mask: Tensor | None) -> Tensor:
-    """Return softmax(q k^T / sqrt(H)) v, [B, S, N, H], causal where ``mask`` is None."""
-    grouped = query_BSNH.shape[2] != key_BKGH.shape[2]
+def _one_document_a_row(document_ids_BS: Tensor) -> bool:
+    first_B1 = document_ids_BS[:, :1]
+    return bool(((document_ids_BS == first_B1) & (first_B1 >= 0)).all())
+
+
+def attend(query_BSNH: Tensor, key_BKGH: Tensor, value_BKGH: Tensor, plan: AttentionPlan, window: int | None) -> Tensor:
+    """Return softmax(q k^T / sqrt(H)) v over what ``plan`` makes visible, [B, S, N, H]."""
+    causal, num_heads, num_kv_heads = plan.is_causal(window), query_BSNH.shape[2], key_BKGH.shape[2]
+    if plan.in_pieces and not causal:
+        pieces = plan.pieces(query_BSNH.shape[0], num_heads, num_kv_heads)
+        return attend_documents(query_BSNH, key_BKGH, value_BKGH, pieces, window)
     mixed = F.scaled_dot_product_attention(
         query_BSNH.transpose(1, 2),
         key_BKGH.transpose(1, 2),
         value_BKGH.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=mask is None,
-        enable_gqa=grouped,
+        attn_mask=None if causal else plan.mask(window),
+        is_causal=causal,
+        enable_gqa=num_heads != num_kv_heads,
     )
     return mixed.transpose(1, 2)
 
@@ -120,6 +152,6 @@ class Attention(nn.Module):
             if plan.reads_cache:
                 key_BSGH = cache.keys[self.layer][:, : plan.num_keys]
                 value_BSGH = cache.values[self.layer][:, : plan.num_keys]
-        mixed_BSNH = attend(query_BSNH, key_BSGH, value_BSGH, plan.mask(self.window))
+        mixed_BSNH = attend(query_BSNH, key_BSGH, value_BSGH, plan, self.window)
         out_BSD: Tensor = self.output(mixed_BSNH.flatten(2))
         return out_BSD
