@@ -34,7 +34,7 @@ from danlu.config.data_build import DataBuild
 from danlu.data import shards
 from danlu.data.forms import detect_form, make_reader
 from danlu.data.sources import Chunk, find_files, parse_chunk, read_chunks
-from danlu.data.streams import SourceFile
+from danlu.data.streams import BLOCK_BYTES, SourceFile
 from danlu.data.tokenizer import Tokenizer
 from danlu.data.unit import CORE, MAX_EXAMPLES, Job, Unit, build_unit, unit_name
 from danlu.version import __version__
@@ -156,13 +156,18 @@ def _resolve(config: DataBuild, first: list[dict[str, Any]], tokenizer: Tokenize
 def _units(job: Job, files: list[SourceFile]) -> Iterator[tuple[int, Unit]]:
     """Yield the numbered units; where one ends depends on the inputs alone."""
     number, unit, size = 0, Unit(), 0
+    config, block = job.config, min(BLOCK_BYTES, job.config.bytes_per_shard)
     for file in files:
-        for chunk in read_chunks(file, encoding=job.config.encoding, text_unit=job.config.text_unit):
+        empty = True
+        for chunk in read_chunks(file, encoding=config.encoding, text_unit=config.text_unit, block_bytes=block):
+            empty = False
             unit.append(chunk)
             size += chunk.num_bytes if isinstance(chunk, Chunk) else 0
-            if size >= job.config.bytes_per_shard:
+            if size >= config.bytes_per_shard:
                 yield number, unit
                 number, unit, size = number + 1, Unit(), 0
+        if empty:
+            log.warning("%s: holds no rows", file.path)
     if unit:
         yield number, unit
 
@@ -260,7 +265,7 @@ def _finish(
     tokenizer.save(folder / "tokenizer")
     shards.write_file(folder / shards.INDEX, shards.npy_bytes(np.concatenate(pieces)))
     shards.write_file(folder / shards.MANIFEST, shards.json_bytes(manifest))
-    for path in [*folder.glob("unit-*"), folder / CORE, folder / _STATE]:
+    for path in [*folder.glob("unit-*"), *folder.glob(".*.tmp"), folder / CORE, folder / _STATE]:
         path.unlink(missing_ok=True)
     _report(folder, manifest)
     return manifest

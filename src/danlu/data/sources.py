@@ -115,13 +115,16 @@ def _source(path: Path, format: str) -> SourceFile:
     return SourceFile(str(path), FORMATS[suffix] if format == "auto" else format, compression)
 
 
-def read_chunks(file: SourceFile, *, encoding: str, text_unit: TextUnit) -> Iterator[Chunk | BadRow]:
-    """Yield a file's chunks in order, each of about `BLOCK_BYTES`; damage that ends the file comes last, as a `BadRow`.
+def read_chunks(
+    file: SourceFile, *, encoding: str, text_unit: TextUnit, block_bytes: int = BLOCK_BYTES
+) -> Iterator[Chunk | BadRow]:
+    """Yield a file's chunks in order; damage that ends the file comes last, as a `BadRow`.
 
     Args:
         file: what to read.
         encoding: ``utf-8`` or ``gb18030``, for text formats.
         text_unit: what a document is in a plain text file.
+        block_bytes: about the size of a chunk.
     """
     if file.format == "parquet":
         yield from _parquet_chunks(file)
@@ -129,36 +132,38 @@ def read_chunks(file: SourceFile, *, encoding: str, text_unit: TextUnit) -> Iter
     if file.format == "tar":
         from danlu.data.tars import read_tar
 
-        yield from _row_chunks(file, read_tar(file))
+        yield from _row_chunks(file, read_tar(file), block_bytes)
         return
     try:
         with open_stream(file) as stream:
             if file.format in ("csv", "tsv"):
                 delimiter = "," if file.format == "csv" else "\t"
-                yield from _row_chunks(file, _csv_rows(file.path, Lines(stream, file.path, encoding), delimiter))
+                rows = _csv_rows(file.path, Lines(stream, file.path, encoding), delimiter)
+                yield from _row_chunks(file, rows, block_bytes)
             elif file.format == "json":
-                yield from _row_chunks(file, _json_rows(file.path, text_blocks(stream, file.path, encoding)))
+                rows = _json_rows(file.path, text_blocks(stream, file.path, encoding, block_bytes))
+                yield from _row_chunks(file, rows, block_bytes)
             elif file.format == "text" and text_unit == "file":
                 content = strip_bom(stream.read(), file.path)
                 yield Chunk(file.path, "file", 1, 0, content, len(content))
             elif file.format == "text" and text_unit == "paragraph":
-                yield from _blob_chunks(file.path, stream, "paragraph", re.compile(rb"\n[ \t\r]*\n"))
+                yield from _blob_chunks(file.path, stream, "paragraph", re.compile(rb"\n[ \t\r]*\n"), block_bytes)
             else:
                 kind: Literal["jsonl", "line"] = "jsonl" if file.format == "jsonl" else "line"
-                yield from _blob_chunks(file.path, stream, kind, re.compile(rb"\n"))
+                yield from _blob_chunks(file.path, stream, kind, re.compile(rb"\n"), block_bytes)
     except DAMAGE as error:
         yield BadRow("file is damaged or cut short", file.path, str(error) or type(error).__name__)
 
 
 def _blob_chunks(
-    path: str, stream: BinaryIO, kind: Literal["jsonl", "line", "paragraph"], cut: re.Pattern[bytes]
+    path: str, stream: BinaryIO, kind: Literal["jsonl", "line", "paragraph"], cut: re.Pattern[bytes], block_bytes: int
 ) -> Iterator[Chunk]:
     """Cut a stream after the last separator of each block."""
     line, offset, rest = 1, 0, bytearray()
     at_start, damage = True, None
     while True:
         try:
-            block = stream.read(BLOCK_BYTES)
+            block = stream.read(block_bytes)
         except DAMAGE as error:
             block, damage = b"", error
         if at_start and block:
@@ -268,14 +273,14 @@ def _as_object(value: Any, where: str) -> Record | BadRow:
     return BadRow("row is not an object", where, f"{type(value).__name__}")
 
 
-def _row_chunks(file: SourceFile, rows: Iterator[tuple[int, Record | BadRow]]) -> Iterator[Chunk]:
+def _row_chunks(file: SourceFile, rows: Iterator[tuple[int, Record | BadRow]], block_bytes: int) -> Iterator[Chunk]:
     """Group parsed rows; a row's size is the length of its text."""
     batch: list[tuple[int, Record | BadRow]] = []
     size = 0
     for number, row in rows:
         batch.append((number, row))
         size += 64 if isinstance(row, BadRow) else sum(len(str(value)) for value in row.values())
-        if size >= BLOCK_BYTES:
+        if size >= block_bytes:
             yield Chunk(file.path, "rows", batch[0][0], 0, batch, size)
             batch, size = [], 0
     if batch:

@@ -70,6 +70,7 @@ class _ZstdStream(io.RawIOBase):
         self.raw = io.FileIO(path)
         self.ready = self.unused = b""
         self.frame, self.in_frame = self._new_frame(), False
+        self.piece_bytes, self.taken = 256, 0
 
     @staticmethod
     def _new_frame() -> Any:
@@ -80,18 +81,25 @@ class _ZstdStream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self.ready:
-            piece = self.unused or self.raw.read(4096)  # small: a few bytes may decompress to very many
+            piece = self.unused or self.raw.read(self.piece_bytes)
             if not piece:
                 if self.in_frame:
                     raise EOFError("the file ends inside a zstd frame")
                 return 0
             self.ready, self.in_frame = self.frame.decompress(piece), True
             self.unused = b""
+            # A few bytes may decompress to very many, so the size of a piece follows from what came of the last one.
+            if len(self.ready) > BLOCK_BYTES:
+                self.piece_bytes = max(16, self.piece_bytes // 8)
+            elif len(self.ready) < BLOCK_BYTES // 8:
+                self.piece_bytes = min(4096, self.piece_bytes * 2)
             if self.frame.eof:
                 self.unused, self.frame, self.in_frame = self.frame.unused_data, self._new_frame(), False
-        taken = min(len(buffer), len(self.ready))
-        buffer[:taken] = self.ready[:taken]
-        self.ready = self.ready[taken:]
+        taken = min(len(buffer), len(self.ready) - self.taken)
+        buffer[:taken] = self.ready[self.taken : self.taken + taken]
+        self.taken += taken
+        if self.taken == len(self.ready):
+            self.ready, self.taken = b"", 0
         return taken
 
     def close(self) -> None:
@@ -138,12 +146,12 @@ def undecodable(path: str, line: int, offset: int, encoding: str) -> BadRow:
     return BadRow(f"bytes are not {encoding}", f"{path}:{line}", f"byte offset {offset}", hint)
 
 
-def text_blocks(stream: BinaryIO, path: str, encoding: str) -> Iterator[str]:
+def text_blocks(stream: BinaryIO, path: str, encoding: str, block_bytes: int) -> Iterator[str]:
     """Yield a stream's text in blocks; a character may straddle two reads."""
     decoder = codecs.getincrementaldecoder(encoding)()
     offset, line, first = 0, 1, True
     while True:
-        block = stream.read(BLOCK_BYTES)
+        block = stream.read(block_bytes)
         content = strip_bom(block, path) if first else block
         offset, first = offset + len(block) - len(content), False
         pending = len(decoder.getstate()[0])
@@ -155,4 +163,5 @@ def text_blocks(stream: BinaryIO, path: str, encoding: str) -> Iterator[str]:
         if not block:
             return
         offset, line = offset + len(content), line + text.count("\n")
-        yield text
+        if text:
+            yield text

@@ -1,0 +1,116 @@
+"""Small tokenizers and data sets for the tests of `danlu.data`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from danlu.base import env
+from danlu.config.data_build import DataBuild
+from danlu.data import shards
+from danlu.data.build import build
+from danlu.data.dataset import PackedDataset
+from danlu.data.tokenizer import Tokenizer
+from danlu.data.tokenizer_train import train_tokenizer
+
+TEXTS = [
+    "The card has not arrived yet. How long does a transfer take?",
+    "我的卡还没有到，转账需要多长时间？请问手续费是多少？",
+    "user assistant system Query: Intent: answer",
+]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE tokenizer with the ChatML template."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(TEXTS * 3, folder, vocab_size=320)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    """The tokenizer of `tokenizer_folder`."""
+    return Tokenizer.load(tokenizer_folder)
+
+
+def write_dataset(
+    folder: Path, rows: Sequence[Sequence[Sequence[int]]], *, sequence_length: int = 8, per_shard: int = 100
+) -> Path:
+    """Write rows (lists of documents, lists of ids) with every token but a document's first a target."""
+    folder.mkdir(parents=True)
+    listed, pieces = [], []
+    for number, first in enumerate(range(0, len(rows), per_shard)):
+        packed = []
+        for row in rows[first : first + per_shard]:
+            tokens = np.array([token for document in row for token in document], "<u2")
+            lengths = np.array([len(document) for document in row], "<i4")
+            mask = np.ones(len(tokens), np.bool_)
+            mask[np.cumsum(lengths) - lengths] = False
+            packed.append(shards.PackedRow(tokens, mask, lengths, int(mask.sum())))
+        content, index = shards.shard_bytes(number, packed)
+        shards.write_file(folder / shards.shard_name(number), content)
+        digest = hashlib.sha256(content).hexdigest()
+        listed.append({"name": shards.shard_name(number), "bytes": len(content), "sha256": digest})
+        pieces.append(index)
+    manifest = {
+        "format_version": 1, "num_rows": len(rows), "sequence_length": sequence_length, "vocab_size": 1000,
+        "shards": listed, "fingerprint": shards.content_fingerprint(listed, "t", sequence_length),
+        "tokenizer_hash": "t",
+    }  # fmt: skip
+    shards.write_file(folder / shards.INDEX, shards.npy_bytes(np.concatenate(pieces)))
+    shards.write_file(folder / shards.MANIFEST, shards.json_bytes(manifest))
+    return folder
+
+
+@pytest.fixture
+def numbered(tmp_path: Path) -> Callable[..., PackedDataset]:
+    """Makes data sets whose row i holds one document that begins with token ``first + i``."""
+    made = iter(range(100))
+
+    def make(num_rows: int, *, first: int = 0, **options: Any) -> PackedDataset:
+        rows = [[[first + i, 1, 2]] for i in range(num_rows)]
+        return PackedDataset(write_dataset(tmp_path / f"rows-{next(made)}", rows, **options))
+
+    return make
+
+
+@pytest.fixture
+def run_build(tmp_path: Path, tokenizer_folder: Path) -> Callable[..., dict[str, Any]]:
+    """Builds ``inputs`` (a path or a name -> content mapping) into ``tmp_path / output`` and returns the manifest."""
+
+    def run(inputs: Any, *, output: str = "out", **options: Any) -> dict[str, Any]:
+        if isinstance(inputs, dict):
+            for name, content in inputs.items():
+                data = content if isinstance(content, bytes) else content.encode()
+                (tmp_path / name).write_bytes(data)
+            inputs = [str(tmp_path / name) for name in inputs]
+        settings = {"sequence_length": 64, "num_workers": 1, "tokenizer": str(tokenizer_folder)} | options
+        return build(DataBuild(inputs=inputs, output=str(tmp_path / output), **settings), progress=False)
+
+    return run
+
+
+def documents_of(folder: Path) -> list[list[int]]:
+    """Return all documents of a data set as lists of ids, in row order."""
+    dataset = PackedDataset(folder)
+    found = []
+    for row in range(len(dataset)):
+        rows = dataset.rows([row])
+        for document in range(int(rows.document_ids_BS.max()) + 1):
+            found.append(rows.tokens_BS[rows.document_ids_BS == document].tolist())
+    return found
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The folder of real data, or skip."""
+    folder = Path(env.get("DANLU_DATA") or Path(__file__).parents[4] / "shared" / "data")
+    if not folder.is_dir():
+        pytest.skip("no real data: set DANLU_DATA")
+    return folder
