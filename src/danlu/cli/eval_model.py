@@ -133,7 +133,8 @@ def _remarks(questions: dict[str, Any]) -> str:
         lines.append(f"{sample} of the {questions['num_in_file']:,} questions in {questions['file']}")
     itself = questions["majority_from"] == questions["file"]
     source = "the questions themselves" if itself else questions["majority_from"]
-    lines.append(f"majority: the most frequent answer of each task and language in {source}")
+    group = " of each task and language" if questions["tasks"] or questions["languages"] else ""
+    lines.append(f"majority: the most frequent answer{group} in {source}")
     if questions["prompts_too_long"]:
         lines.append(f"{questions['prompts_too_long']} prompts left no position for an answer; they count as wrong")
     if questions["answers_without_end"]:

@@ -32,6 +32,7 @@ def command(
     if json:
         print_json(result)
         return
-    checked = f", logits within {result['logits_difference']:.1e} of transformers" if verify else ""
+    rounding = "" if dtype == "fp32" else f", rounding to {dtype} included"
+    checked = f", logits within {result['logits_difference']:.1e} of transformers{rounding}" if verify else ""
     size = f"{result['bytes'] / 2**20:.1f} MiB"
     print_result(f"{result['folder']}: {result['parameters']:,} parameters, {dtype}, {size}{checked}")

@@ -27,6 +27,7 @@ import torch
 
 from danlu.base import env
 from danlu.base.errors import UserError, unknown_name
+from danlu.base.log import log
 from danlu.checkpoint.convert import load_decoder
 from danlu.checkpoint.hub import local_folder, resolve_model
 from danlu.checkpoint.store import Checkpoint, find_checkpoints, load_tensors, open_checkpoint
@@ -246,6 +247,8 @@ def _from_checkpoint(name: str, saved: Checkpoint, dtype: torch.dtype, device: t
     places = [data / "tokenizer", data] if run is None else [run / "tokenizer", data / "tokenizer", data]
     tokenizer_folder = next((place for place in places if has_tokenizer(place)), None)
     data_config = read_manifest(data).get("config", {}) if (data / MANIFEST).is_file() else {}
+    if not data_config:
+        log.warning("%s is gone: whether %s was trained on chats, and in which words, is not known", data, name)
     return TrainedModel(model.to(dtype).eval(), name, saved.folder, run, saved.step, tokenizer_folder, data_config)
 
 

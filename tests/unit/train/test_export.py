@@ -79,11 +79,14 @@ def test_br_241_a_run_from_scratch_exports_its_tokenizer(learned_run: Path, tmp_
     assert expected <= set(files)
 
 
-def test_the_tokenizer_of_the_run_outlives_the_data(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    """A run whose data set is gone still has its tokenizer; without both, export says that there is none."""
+def test_the_tokenizer_of_the_run_outlives_the_data(
+    make_run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run whose data set is gone (said) still has its tokenizer; without both, export says that there is none."""
     run = make_run(1)
     (run.parent / "data").rename(tmp_path / "moved")
     assert load_model(run, device="cpu").tokenizer.eos_id is not None
+    assert "is gone: whether" in capsys.readouterr().err
     (run / "tokenizer").rename(tmp_path / "tokenizer")
     files = export(run, tmp_path / "hf", verify=False)["files"]
     assert "tokenizer.json" not in files
