@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from danlu.base.errors import RunError, UserError
@@ -67,16 +68,24 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Read the record of one checkpoint folder.
 
     Raises:
-        UserError: no such folder, an uncommitted one, or one written by a newer danlu.
+        UserError: no such folder, an uncommitted or damaged one, or one written by a newer danlu.
     """
     if folder.name.endswith(_PARTIAL):
         raise UserError("this checkpoint was never completed", where=str(folder), hint="name a folder without .partial")
+    path = folder / _RECORD
     try:
-        record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"not a checkpoint: {error}", where=str(folder)) from None
+    if not isinstance(record, dict):
+        raise UserError(
+            "not the record of a checkpoint", where=str(path), seen=type(record).__name__, legal="an object"
+        )
     if record.get("format") != FORMAT:
         raise UserError("unknown checkpoint format", where=str(folder), seen=record.get("format"), legal=str(FORMAT))
+    step = record.get("step")
+    if not isinstance(step, int) or step < 0:
+        raise UserError("not the record of a checkpoint", where=str(path), seen=f"step = {step!r}", legal="a count")
     return Checkpoint(folder, record)
 
 
@@ -138,7 +147,7 @@ class CheckpointStore:
             return
         try:
             pending.result()
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # DCP's own derives from BaseException
             raise RunError(
                 f"the checkpoint could not be written: {_first_cause(error)}",
                 where=str(self.folder),
@@ -156,16 +165,19 @@ class CheckpointStore:
         final = self.folder / f"step-{step:08d}"
         partial = final.with_name(final.name + _PARTIAL)
         if self.group.rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # left behind by a run that was killed
+            for left in self.folder.glob(f"step-*{_PARTIAL}"):  # by a run that was killed
+                shutil.rmtree(left, ignore_errors=True)
         dist.barrier(self.group)
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial, sync_files=True), process_group=self.group)
+        dcp.save(tensors, storage_writer=_Writer(partial, sync_files=True), process_group=self.group)
         if self.group.rank() == 0:
             _write_durably(partial / _RECORD, json.dumps(record, indent=2))
             _sync_folder(partial)
-            if final.exists():
-                shutil.rmtree(final)  # the same step of an earlier attempt, resumed from before it
+            replaced = final.with_name(f"{final.name}.replaced{_PARTIAL}")
+            if final.exists():  # the same step of another attempt: out of the way first, deleted only after the commit
+                final.rename(replaced)
             partial.rename(final)
             _sync_folder(self.folder)
+            shutil.rmtree(replaced, ignore_errors=True)
             log.info("saved %s", final)
             for old in find_checkpoints(self.folder)[: -self.keep_last]:
                 if old != final:
@@ -205,7 +217,14 @@ def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, unrea
                 seen=f"{tuple(entry.size)} in the checkpoint",
                 legal=f"{tuple(tensor.shape)}",
             )
-    dcp.load(dict(tensors), storage_reader=reader)
+    try:
+        dcp.load(dict(tensors), storage_reader=reader)
+    except CheckpointException as error:
+        raise UserError(
+            f"the checkpoint cannot be read: {_first_cause(error)}",
+            where=str(checkpoint.folder),
+            hint="copy it again, or continue from an earlier one with --resume PATH",
+        ) from error
 
 
 def tensor_names(checkpoint: Checkpoint) -> list[str]:
@@ -239,6 +258,19 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+class _Writer(dcp.FileSystemWriter):
+    """DCP's writer, whose errors name the system's reason (a full disk) and not what torch made of it."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().write_data(*args, **kwargs)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise cause or error from None
+
+
 class _Reader(dcp.FileSystemReader):
     """DCP's reader without its unrestricted unpickling."""
 
@@ -247,7 +279,7 @@ class _Reader(dcp.FileSystemReader):
         try:
             with path.open("rb") as file:
                 metadata = _Unpickler(file).load()
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError) as error:
+        except Exception as error:  # a damaged pickle can raise anything
             raise UserError(f"refused to read this checkpoint file: {error}", where=str(path)) from None
         if not isinstance(metadata, Metadata):
             raise UserError("this is no checkpoint metadata", where=str(path), seen=type(metadata).__name__)
