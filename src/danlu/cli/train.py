@@ -36,7 +36,7 @@ def command(
 
         check_config(loaded.config, nproc)
         words = ["train", str(config), *(overrides or []), "--resume", resume, *(["--json"] if json else [])]
-        sys.exit(run_local_ranks(words, nproc=nproc))
+        sys.exit(run_local_ranks(words, nproc=nproc).exit_code)
 
     def work() -> None:
         from danlu.train.loop import train

@@ -71,6 +71,9 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
 def open_world(*, device: str = "auto", timeout_seconds: int = 600) -> Iterator[World]:
     """Join the job that the launcher describes (or a job of one) and leave it at the end.
 
+    An error inside leaves a group with peers as it is: tearing it down could wait for them, and they may be waiting for
+    this rank. The process is expected to end, which closes its connections and so frees them.
+
     Args:
         device: ``auto``, ``cpu`` or ``cuda``.
         timeout_seconds: longest time that one collective may take.
@@ -95,9 +98,11 @@ def open_world(*, device: str = "auto", timeout_seconds: int = 600) -> Iterator[
     try:
         mesh = init_device_mesh(here.type, (place.world_size,), mesh_dim_names=("dp_replicate",))
         yield World(place.rank, place.world_size, here, mesh, dist.new_group(backend="gloo", timeout=timeout))
-    finally:
-        # After an error peers may be gone; tearing the group down would wait for them.
-        dist.destroy_process_group()
+    except BaseException:
+        if place.world_size == 1:
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def sum_over(group: dist.ProcessGroup, *values: float) -> list[float]:

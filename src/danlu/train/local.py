@@ -1,26 +1,43 @@
 """``--nproc N``: the same command once per local rank, under torchrun's own agent.
 
-The agent picks a free port (two jobs on a machine never collide), watches the ranks, ends all of them when one fails
-and passes SIGTERM and Ctrl-C on, so that the ranks can save. The rank that failed first is the cause; its message is
-printed last, because the others only report that a peer went away.
+The agent picks a free port (two jobs on a machine never collide), watches the ranks and ends all of them when one
+fails. The rank that failed first is the cause; its message is printed last, because the others only report that a peer
+went away.
+
+SIGTERM and Ctrl-C are passed on to the ranks and nothing more: they finish their step, save and end by themselves. The
+agent's own handlers would give them thirty seconds, kill what is still saving, and call it a success either way.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import traceback
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+import psutil
 
 from danlu.base import env
 from danlu.base.errors import DanluError
 from danlu.base.log import log, print_error
 
 
-def run_local_ranks(words: Sequence[str], *, nproc: int) -> int:
-    """Run ``python -m danlu`` with ``words`` as ``nproc`` ranks of one job and return the exit code."""
+@dataclass(frozen=True)
+class JobResult:
+    """How a job of local ranks ended."""
+
+    exit_code: int
+    stopped_by: str | None
+    """Signal that was passed on to the ranks."""
+
+
+def run_local_ranks(words: Sequence[str], *, nproc: int) -> JobResult:
+    """Run ``python -m danlu`` with ``words`` as ``nproc`` ranks of one job, from the main thread."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -37,17 +54,32 @@ def run_local_ranks(words: Sequence[str], *, nproc: int) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
+        signals_to_handle="SIGHUP,SIGQUIT",
     )
+    received: list[str] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        received.append(signal.Signals(number).name)
+        for rank in psutil.Process().children():
+            rank.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    code = 0
     try:
         elastic_launch(config, sys.executable)("-m", "danlu", *words)
     except SignalException as stopped:
-        log.warning("stopped by %s; the ranks have saved their state", stopped.sigval.name)
-        return 0
+        print_error(f"ended by {stopped.sigval.name}")
+        code = 1
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print_error(f"rank {rank} failed first (exit code {failure.exitcode}):\n{failure.message}")
-        return 2 if failure.exitcode == 2 else 1
-    return 0
+        code = 2 if failure.exitcode == 2 else 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received and code == 0:
+        log.warning("stopped by %s", received[0])
+    return JobResult(code, received[0] if received else None)
 
 
 def run_as_rank(work: Callable[[], None]) -> None:

@@ -109,11 +109,12 @@ def find_resume(folder: Path, resume: str) -> Checkpoint | None:
     """Return the checkpoint to continue from, or None for a new run.
 
     Raises:
-        UserError: ``never`` in a folder that holds checkpoints, or a path that holds none.
+        UserError: ``never`` in a folder that holds checkpoints, a path that holds none or an older one than the run
+            folder does (its later steps would be taken for this run's), or a damaged record.
     """
     here = find_checkpoints(folder / "checkpoints")
     if resume == "auto":
-        return open_checkpoint(here[-1]) if here else None
+        return check_record(open_checkpoint(here[-1])) if here else None
     if resume == "never":
         if here:
             raise UserError(
@@ -125,7 +126,27 @@ def find_resume(folder: Path, resume: str) -> Checkpoint | None:
         return None
     path = Path(resume)
     below = find_checkpoints(path / "checkpoints") or find_checkpoints(path)
-    return open_checkpoint(below[-1] if below else path)
+    checkpoint = check_record(open_checkpoint(below[-1] if below else path))
+    if here and here[-1].resolve() != checkpoint.folder.resolve():
+        raise UserError(
+            "the run folder holds other checkpoints than the one to continue from",
+            where=str(folder),
+            seen=here[-1].name,
+            hint="choose another train.output, or delete what is newer there and continue with --resume auto",
+        )
+    return checkpoint
+
+
+def check_record(checkpoint: Checkpoint) -> Checkpoint:
+    """Return ``checkpoint`` if its record holds what resuming needs."""
+    record = checkpoint.record
+    wrong = [
+        name for name in ("samples_seen", "tokens_seen", "skipped", "world_size") if type(record.get(name)) is not int
+    ]
+    wrong += [] if isinstance(record.get("identity"), dict) else ["identity"]
+    if wrong:
+        raise UserError("not the record of a training run", where=str(checkpoint.folder), seen=f"no {', '.join(wrong)}")
+    return checkpoint
 
 
 def check_same_run(checkpoint: Checkpoint, config: Config, start: build.Start, sources: Sequence[RowSource]) -> None:
@@ -220,6 +241,7 @@ class _Run:
             "skipped": self.skipped,
             "tokens_seen": self.tokens_seen,
             "world_size": self.world.size,
+            "device": self.world.device.type,
             "identity": identity(self.config, self.spec, self.sources),
             "config": self.config.model_dump(mode="json"),
         }
@@ -230,7 +252,7 @@ class _Run:
         self.step, self.samples_seen = int(record["step"]), int(record["samples_seen"])
         self.tokens_seen, self.skipped = int(record["tokens_seen"]), int(record["skipped"])
         tensors = self.tensors()
-        same_world = record["world_size"] == self.world.size
+        same_world = (record["world_size"], record.get("device")) == (self.world.size, self.world.device.type)
         if not same_world:
             tensors = {name: value for name, value in tensors.items() if not name.startswith("rng.")}
         load_tensors(checkpoint, tensors, unread=("rng.",))
@@ -240,6 +262,7 @@ class _Run:
                 torch.cuda.set_rng_state(tensors[f"rng.{self.world.rank}.cuda"], self.world.device)
         else:
             set_seed(self.config.train.seed, data_rank=self.world.data_rank, step=self.step)
+            log.info("another world than the checkpoint's: the random states of its ranks are drawn anew")
         log.info("resumed from %s: step %d of %d", checkpoint.folder, self.step, self.total_steps)
 
     def save(self) -> None:

@@ -10,6 +10,7 @@ folder is moved aside where it holds checkpoints (they may have cost GPU days), 
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import json
 import shutil
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from danlu.base.errors import RunError, UserError
-from danlu.base.log import log
+from danlu.base.log import log, setup_log
 from danlu.config.data_build import DataBuild, TokenizerTrain
 from danlu.config.load import to_toml
 from danlu.config.pipeline import Pipeline, Stage, plan_stages, references, stage_options
@@ -66,18 +67,19 @@ def _run_train(options: Config, folder: Path, stage: Stage) -> Result:
     if stage.nproc == 1:
         from danlu.train.loop import train
 
-        result = train(options)
-        if not result.finished:
-            raise RunError(
-                "training was stopped by a signal", where=f"stage {stage.name}", hint="run the pipeline again"
-            )
+        finished = train(options).finished
+        setup_log()  # the next stages' lines do not belong into this run's log file
     else:
         from danlu.train.local import run_local_ranks
 
         config_file = folder.with_name(f"{stage.name}.toml")
         config_file.write_text(to_toml(options), encoding="utf-8")
-        if run_local_ranks(["train", str(config_file)], nproc=stage.nproc) != 0:
+        job = run_local_ranks(["train", str(config_file)], nproc=stage.nproc)
+        if job.exit_code != 0:
             raise RunError("training failed", where=f"stage {stage.name}", hint=f"see {folder / 'log.txt'}")
+        finished = job.stopped_by is None
+    if not finished:
+        raise RunError("training was stopped by a signal", where=f"stage {stage.name}", hint="run the pipeline again")
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [record for record in map(json.loads, lines) if "loss" in record]
     if not steps:
@@ -171,8 +173,12 @@ def stage_key(stage: Stage, options: Section, keys: Mapping[str, str], output: P
 
 def _paths(value: Any) -> Iterator[str]:
     if isinstance(value, str):
-        if value and len(value) < 1024 and "\n" not in value and Path(value).exists():
+        if not value or len(value) >= 1024 or "\n" in value or "\0" in value:
+            return
+        if Path(value).exists():
             yield value
+        elif glob.has_magic(value):
+            yield from glob.glob(value, recursive=True)
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _paths(item)
