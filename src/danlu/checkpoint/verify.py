@@ -29,7 +29,9 @@ def verify_export(folder: Path, model: Decoder, *, num_tokens: int = 32, toleran
         RunError: the logits differ by more.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     stored = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     rounded = stored.dtype != torch.float32
     spec = model.spec

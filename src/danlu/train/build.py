@@ -18,7 +18,7 @@ from danlu.base.devices import peak_flops
 from danlu.base.errors import UserError
 from danlu.checkpoint.convert import load_hf, load_hf_weights
 from danlu.checkpoint.hub import local_folder, resolve_model
-from danlu.checkpoint.store import Checkpoint, find_checkpoints, load_tensors, open_checkpoint
+from danlu.checkpoint.store import Checkpoint
 from danlu.config.rules import micro_batch_size, size_overrides
 from danlu.config.schema import Config, ModelSection
 from danlu.data.dataset import PackedDataset, RowSource
@@ -27,14 +27,13 @@ from danlu.data.order import split_rows
 from danlu.model.decoder import Decoder
 from danlu.model.flops import train_flops_per_token
 from danlu.model.presets import PRESETS
-from danlu.model.spec import ModelSpec, RopeScaling
+from danlu.model.spec import ModelSpec
 from danlu.objective.cross_entropy import CrossEntropy, Objective
 from danlu.parallel.data import apply_ddp
 from danlu.parallel.mesh import World
+from danlu.train.load import DTYPES, find_checkpoint, load_checkpoint_weights, spec_from_record
 from danlu.train.metrics import Rates
 from danlu.train.optimizer import build_optimizer, can_fuse
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,8 @@ def plan_start(model: ModelSection, sources: Sequence[PackedDataset]) -> Start:
         UserError: unknown name, sizes that cannot be changed, rows with more token ids or positions than the model has.
     """
     weights: Path | Checkpoint | None = None
-    if checkpoints := find_checkpoints(Path(model.name) / "checkpoints"):
-        weights = open_checkpoint(checkpoints[-1])
-        spec = checkpoint_spec(weights)
+    if saved := find_checkpoint(model.name):
+        weights, spec = saved, spec_from_record(saved.record["identity"]["model"], model.name)
     elif (found := resolve_model(model.name)).kind != "preset":
         weights = local_folder(found)
         spec = load_hf(weights)
@@ -99,22 +97,6 @@ def plan_start(model: ModelSection, sources: Sequence[PackedDataset]) -> Start:
         )
     _check_fit(spec, sources)
     return Start(spec, weights)
-
-
-def checkpoint_spec(checkpoint: Checkpoint) -> ModelSpec:
-    """Return the shape of the model in a checkpoint."""
-    values = dict(checkpoint.record["identity"]["model"])
-    if values["rope_scaling"] is not None:
-        values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
-    if values["sliding_layers"] is not None:
-        values["sliding_layers"] = tuple(values["sliding_layers"])
-    return ModelSpec(**values)
-
-
-def load_checkpoint_weights(model: Decoder, checkpoint: Checkpoint) -> None:
-    """Fill ``model`` with the weights of a checkpoint."""
-    tensors = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
-    load_tensors(checkpoint, {name: value.detach() for name, value in tensors.items()}, unread=("optimizer.", "rng."))
 
 
 def _consistent(changes: dict[str, Any]) -> dict[str, Any]:

@@ -27,11 +27,9 @@ import torch
 
 from danlu.base import env
 from danlu.base.errors import UserError, unknown_name
-from danlu.base.log import log
 from danlu.checkpoint.convert import load_decoder
 from danlu.checkpoint.hub import local_folder, resolve_model
 from danlu.checkpoint.store import Checkpoint, find_checkpoints, load_tensors, open_checkpoint
-from danlu.data.shards import MANIFEST, read_manifest
 from danlu.data.tokenizer import Tokenizer
 from danlu.model.decoder import Decoder
 from danlu.model.generate import generate
@@ -231,24 +229,27 @@ def find_end_of_turn(tokenizer: Tokenizer) -> int | None:
     return found[0] if found else None
 
 
+def load_checkpoint_weights(model: Decoder, saved: Checkpoint) -> None:
+    """Fill ``model`` with a checkpoint's weights and leave the rest of it unread."""
+    tensors = {f"model.{fqn}": parameter.detach() for fqn, parameter in model.named_parameters()}
+    with warnings.catch_warnings():
+        # One process may read alone, and DCP warns about just that.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load_tensors(saved, tensors, unread=("optimizer.", "rng."))
+
+
 def _from_checkpoint(name: str, saved: Checkpoint, dtype: torch.dtype, device: torch.device) -> TrainedModel:
     spec = spec_from_record(saved.record["identity"]["model"], str(saved.folder))
     with torch.device("meta"):
         model = Decoder(spec, compute_dtype=dtype)
     model.to_empty(device=device)
-    tensors = {f"model.{fqn}": parameter.detach() for fqn, parameter in model.named_parameters()}
-    with warnings.catch_warnings():
-        # One process reads here, and DCP warns about just that.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load_tensors(saved, tensors, unread=("optimizer.", "rng."))
+    load_checkpoint_weights(model, saved)
     inside_run = saved.folder.resolve().parent
     run = inside_run.parent if inside_run.name == "checkpoints" else None
     data = Path(saved.record["config"]["data"]["train"][0])
     places = [data / "tokenizer", data] if run is None else [run / "tokenizer", data / "tokenizer", data]
     tokenizer_folder = next((place for place in places if has_tokenizer(place)), None)
-    data_config = read_manifest(data).get("config", {}) if (data / MANIFEST).is_file() else {}
-    if not data_config:
-        log.warning("%s is gone: whether %s was trained on chats, and in which words, is not known", data, name)
+    data_config = saved.record["data_config"]
     return TrainedModel(model.to(dtype).eval(), name, saved.folder, run, saved.step, tokenizer_folder, data_config)
 
 

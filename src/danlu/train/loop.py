@@ -98,7 +98,7 @@ def train(config: Config, *, resume: str = "auto") -> TrainResult:
     if config.precision.tf32:
         torch.backends.cuda.matmul.allow_tf32 = True
     with open_world(device=config.train.device, timeout_seconds=config.parallel.timeout_seconds) as world:
-        run = _Run(config, start, sources, held_out, world)
+        run = _Run(config, start, sources, held_out, world, data_config=folders[0].manifest.get("config", {}))
         if checkpoint is not None:
             run.restore(checkpoint)
         with run.store:
@@ -186,7 +186,9 @@ class _Run:
         sources: Sequence[RowSource],
         held_out: Sequence[RowSource],
         world: World,
+        data_config: dict[str, Any],
     ) -> None:
+        self.data_config = data_config  # how prompts were made: evaluation and chat make them alike
         self.config, self.world, self.sources, self.held_out = config, world, sources, held_out
         self.folder = Path(config.train.output)
         self.spec = start.spec
@@ -243,6 +245,7 @@ class _Run:
             "world_size": self.world.size,
             "device": self.world.device.type,
             "identity": identity(self.config, self.spec, self.sources),
+            "data_config": self.data_config,
             "config": self.config.model_dump(mode="json"),
         }
 

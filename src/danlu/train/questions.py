@@ -200,7 +200,7 @@ def encode_prompts(asked: Sequence[Asked], tokenizer: Tokenizer) -> list[list[in
     plain = [Example(one.prompt, one.answer) for one in asked if isinstance(one.prompt, str)]
     chats = [one.prompt for one in asked if not isinstance(one.prompt, str)]
     samples = encode_plain(plain, tokenizer, train_on="completion")
-    prompts = iter([ids[: mask.index(True)] for ids, mask in zip(samples.ids, samples.masks, strict=True)])
+    prompts = iter([ids[: runs[0]] for ids, runs in zip(samples.ids, samples.masks, strict=True)])
     try:
         texts = tokenizer.render(chats, generation_prompt=True) if chats else []
     except jinja2.TemplateError as error:

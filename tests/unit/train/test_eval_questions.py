@@ -39,7 +39,7 @@ def test_prompts_have_the_ids_of_training(qa_tokenizer: Path) -> None:
     whole = Example(messages=[*chat, {"role": "assistant", "content": "1250元"}], flags=(False, False, True))
     chats, faults = encode_chats([whole], tokenizer, train_on="last")
     assert faults == [None]
-    expected = [samples.ids[0][: samples.masks[0].index(True)] for samples in (plain, chats)]
+    expected = [samples.ids[0][: samples.masks[0][0]] for samples in (plain, chats)]
     assert encode_prompts(asked, tokenizer) == expected
 
 
