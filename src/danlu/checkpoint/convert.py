@@ -86,14 +86,16 @@ def load_hf_weights(
     files = open_tensors(folder)
     parameters = dict(model.named_parameters())
     for name, tensor_map in _match_names(model.spec, files.names, folder).items():
-        tensor = files.read(name).t() if tensor_map.transpose else files.read(name)
+        tensor = files.read(name)
         shape = (sum(tensor_map.rows), *parameters[tensor_map.fqns[0]].shape[1:])
+        shape = shape[::-1] if tensor_map.transpose else shape
         if tensor.shape != shape:
             raise UserError(
                 "a tensor's shape contradicts config.json", where=str(folder), seen=f"{name}: {tuple(tensor.shape)}",
-                legal=shape if not tensor_map.transpose else (shape[1], shape[0]),
+                legal=str(shape),
             )  # fmt: skip
-        for fqn, piece in zip(tensor_map.fqns, tensor.split(tensor_map.rows), strict=True):
+        stacked = tensor.t() if tensor_map.transpose else tensor
+        for fqn, piece in zip(tensor_map.fqns, stacked.split(tensor_map.rows), strict=True):
             parameters[fqn].copy_(piece)
     if model.spec.tied_embeddings and _HEAD in files.names:
         head = files.read(_HEAD).to(model.head_weight_VD)

@@ -51,7 +51,7 @@ def write_sidecars(folder: Path, config: Mapping[str, Any], source: Path | None,
         for name in names:
             shutil.copyfile(source / name, folder / name)
     if not names:
-        log.warning("%s: exported without tokenizer files (none were given)", folder.name)
+        log.warning("exported without tokenizer files: none were given")
     ids = {key: old_config.get(key, tokens.get(key)) for key in _TOKEN_IDS}
     seen = {
         "config.json": old_config.get("eos_token_id"),
@@ -69,7 +69,7 @@ def write_sidecars(folder: Path, config: Mapping[str, Any], source: Path | None,
         if seen["tokenizer"] is not None and seen["tokenizer"] not in chosen:
             _set_tokenizer_eos(folder, chosen[0])
     generation = {key: value for key, value in ids.items() if value is not None} | generation
-    write_json(folder / "config.json", {**config, **{key: value for key, value in ids.items() if value is not None}})
+    write_json(folder / "config.json", {**config, **ids})  # null where unknown: readers have defaults of their own
     write_json(folder / "generation_config.json", generation)
 
 
@@ -117,7 +117,7 @@ def _set_tokenizer_eos(folder: Path, eos_id: int) -> None:
     """Make ``eos_id``'s token the end of sequence in the copied tokenizer files."""
     texts = [text for text, number in _vocabulary(folder).items() if number == eos_id]
     if not texts:
-        log.warning("%s: the tokenizer has no token with id %s; its eos_token is left as it was", folder.name, eos_id)
+        log.warning("the tokenizer has no token with id %s; its eos_token is left as it was", eos_id)
         return
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / name).is_file():

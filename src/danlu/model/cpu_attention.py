@@ -180,7 +180,7 @@ def _piece_backward(
         g = _stack_heads(slots_g)
         p = _probabilities(q, k[:, seen], rows, seen, window)
         dv[:, seen] += torch.bmm(p.transpose(1, 2), g)
-        ds = torch._softmax_backward_data(torch.bmm(g, v[:, seen].transpose(1, 2)), p, -1, torch.float32)
+        ds = torch._softmax_backward_data(torch.bmm(g, v[:, seen].transpose(1, 2)), p, -1, p.dtype)
         dk[:, seen] += torch.bmm(ds.transpose(1, 2), q)
         dq = torch.bmm(ds, k[:, seen]).mul_(scale)
         _put(grads[0], _split_heads(dq, slots_g), piece, groups, rows)
@@ -225,8 +225,9 @@ def _put(total_TNH: Tensor, slots: Tensor, piece: Piece, groups: int, rows: slic
 
 
 def _stack_heads(slots: Tensor) -> Tensor:
-    """Return [documents * key heads, R * rows, H] in fp32: one matrix for the heads that share a key head."""
-    stacked = slots.permute(0, 2, 3, 1, 4).to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    """Return [documents * key heads, R * rows, H], at least fp32: one matrix for the heads that share a key head."""
+    wide = torch.promote_types(slots.dtype, torch.float32)
+    stacked = slots.permute(0, 2, 3, 1, 4).to(wide, memory_format=torch.contiguous_format, copy=True)
     return stacked.flatten(2, 3).flatten(0, 1)
 
 

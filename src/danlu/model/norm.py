@@ -10,8 +10,8 @@ are enough, and the backward is the one of LayerNorm, whose fused CPU kernel we 
 so the second is the first plus rstd * mean(g*w), where mean(g*w) is one matrix-vector product. The weight's gradient,
 sum(g * n), is the same in both. Only x, the weight and one rstd a row are kept for the backward.
 
-Invariant: statistics are fp32 whatever the input's dtype, in torch's fused kernels too; the result has the input's
-dtype; the weight may be fp32 while activations are bf16.
+Invariant: statistics are fp32 (or wider) whatever the input's dtype, in torch's fused kernels too; the result has the
+input's dtype; the weight may be fp32 while activations are bf16.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 class _RMSNormCPU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
         rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
-        if x.dtype == torch.float32:
-            return torch.mul(x, rstd).mul_(weight)
         return torch.mul(x, rstd).mul_(weight).to(x.dtype)
 
     @staticmethod
@@ -44,7 +43,7 @@ class _RMSNormCPU(torch.autograd.Function):
         mask = [True, ctx.needs_input_grad[1], False]
         zero = torch.zeros_like(rstd)
         grad_x, grad_weight, _ = _layer_norm_backward(grad, x, [x.shape[-1]], zero, rstd, weight, None, mask)
-        row_mean = (grad @ weight.to(grad.dtype)).unsqueeze(-1).float().div_(x.shape[-1])
+        row_mean = (grad @ weight.to(grad.dtype)).unsqueeze(-1).to(rstd.dtype).div_(x.shape[-1])
         return grad_x.add_(row_mean.mul_(rstd)), grad_weight, None
 
 
