@@ -1,7 +1,7 @@
 """A pool of ranks: processes that start once a session and run many distributed jobs.
 
-Starting a rank costs seconds (imports), a job in a running one milliseconds; a matrix of layouts is only affordable
-that way. A job is a top-level function that every rank calls with the same arguments and that joins the others through
+Importing torch costs a rank seconds, a job in a running one milliseconds; a matrix of layouts is only affordable that
+way. So one server process imports everything once, ranks are forked from it (`CONTEXT`), and they live on. A job is a top-level function that every rank calls with the same arguments and that joins the others through
 `danlu.parallel.mesh.open_world`, exactly as under torchrun: the pool sets torchrun's variables and hosts the store that
 the ranks meet at (so no port is ever guessed). Results come back in rank order.
 
@@ -24,6 +24,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+CONTEXT = mp.get_context("forkserver")
+"""Starts processes that have imported the training code already."""
+CONTEXT.set_forkserver_preload(["danlu.train.loop"])
 GRACE_SECONDS = 10.0
 """How long the peers of a rank that failed may take to notice."""
 
@@ -79,9 +82,8 @@ class RankPool:
         return answers | dict.fromkeys(waiting.values(), (False, "no answer in time: it hangs"))
 
     def _start(self) -> tuple[mp.process.BaseProcess, Connection]:
-        context = mp.get_context("spawn")
-        mine, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        mine, theirs = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
         return process, mine

@@ -165,24 +165,26 @@ class CheckpointStore:
         final = self.folder / f"step-{step:08d}"
         partial = final.with_name(final.name + _PARTIAL)
         if self.group.rank() == 0:
-            for left in self.folder.glob(f"step-*{_PARTIAL}"):  # by a run that was killed
-                shutil.rmtree(left, ignore_errors=True)
+            self._sweep()  # what a run that was killed has left
         dist.barrier(self.group)
         dcp.save(tensors, storage_writer=_Writer(partial, sync_files=True), process_group=self.group)
         if self.group.rank() == 0:
             _write_durably(partial / _RECORD, json.dumps(record, indent=2))
             _sync_folder(partial)
-            replaced = final.with_name(f"{final.name}.replaced{_PARTIAL}")
-            if final.exists():  # the same step of another attempt: out of the way first, deleted only after the commit
-                final.rename(replaced)
+            if final.exists():
+                _give_up(final)  # the same step of another attempt
             partial.rename(final)
             _sync_folder(self.folder)
-            shutil.rmtree(replaced, ignore_errors=True)
             log.info("saved %s", final)
             for old in find_checkpoints(self.folder)[: -self.keep_last]:
                 if old != final:
-                    shutil.rmtree(old)
+                    _give_up(old)
+            self._sweep()
         dist.barrier(self.group)
+
+    def _sweep(self) -> None:
+        for folder in self.folder.glob(f"step-*{_PARTIAL}"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, unread: tuple[str, ...] = ()) -> None:
@@ -309,6 +311,11 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _give_up(folder: Path) -> None:
+    """Mark a checkpoint as incomplete before it is deleted, so that a kill in between leaves none that looks whole."""
+    folder.rename(folder.with_name(f"{folder.name}.old{_PARTIAL}"))
 
 
 def _some(names: list[str]) -> str:
