@@ -1,7 +1,8 @@
 """A pool of ranks: processes that start once a session and run many distributed jobs.
 
-Importing torch costs a rank seconds, a job in a running one milliseconds; a matrix of layouts is only affordable that
-way. So one server process imports everything once, ranks are forked from it (`CONTEXT`), and they live on. A job is a top-level function that every rank calls with the same arguments and that joins the others through
+Importing torch costs a process seconds, a job in a running one milliseconds; a matrix of layouts is only affordable
+that way. So one server process imports everything once, ranks are forked from it (`CONTEXT`), and they live on. A job
+is a top-level function that every rank calls with the same arguments and that joins the others through
 `danlu.parallel.mesh.open_world`, exactly as under torchrun: the pool sets torchrun's variables and hosts the store that
 the ranks meet at (so no port is ever guessed). Results come back in rank order.
 

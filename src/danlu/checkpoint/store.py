@@ -108,10 +108,15 @@ class CheckpointStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or self.group.size() == 1:
+        if error is None:
             self.close()
-        else:  # a rank that failed must not wait for peers: they may be waiting for it
+        elif not isinstance(error, Exception):  # a second Ctrl-C: at once
             self._writer.shutdown(wait=False, cancel_futures=True)
+        else:  # finish what is under way: the peers' threads are at it too, also where their main thread waits for us
+            try:
+                self.close()
+            except RunError as second:
+                log.warning("%s", second)
 
     def latest(self) -> Checkpoint | None:
         """Return the newest committed checkpoint, or None."""

@@ -1,0 +1,126 @@
+"""Layout invariance: the same run on 1, 2 or 4 data ranks, in losses, weights and records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from danlu.checkpoint.store import find_checkpoints, open_checkpoint
+from danlu.train.loop import train
+from distributed.pool import RankPool
+from tiny import largest_difference, last_tensors, read_metrics, tiny_config
+
+STEPS = 20
+WORDS = (f"train.steps={STEPS}", "optimizer.max_grad_norm=0.5", "schedule.warmup_steps=3")
+
+
+def run(data: Path, output: Path, *words: str) -> dict[int, float]:
+    """Train and return the losses by step (a job for the pool)."""
+    return train(tiny_config(data, output, *WORDS, *words)).losses
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, tiny_rows: Path) -> Path:
+    """One process, 8 rows in one pass."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    run(tiny_rows, folder)
+    return folder
+
+
+def column(folder: Path, name: str) -> list[Any]:
+    return [record[name] for record in read_metrics(folder)]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 8), (2, 2), (4, 8), (4, 1), (8, 1)])
+def test_any_number_of_ranks_gives_the_same_run(
+    pool: RankPool, tmp_path: Path, tiny_rows: Path, alone: Path, ranks: int, micro_batch: int
+) -> None:
+    """20 steps over five epochs' edges with clipping and AdamW: losses, norms and final weights to 1e-5."""
+    folder = tmp_path / "run"
+    answers = pool.run(ranks, run, tiny_rows, folder, f"train.micro_batch_size={micro_batch}")
+    assert all(losses == answers[0] for losses in answers), "every rank reports the global loss"
+    assert column(folder, "loss") == pytest.approx(column(alone, "loss"), rel=1e-5)
+    assert column(folder, "grad_norm") == pytest.approx(column(alone, "grad_norm"), rel=1e-4)
+    assert largest_difference(last_tensors(folder), last_tensors(alone)) < 1e-5
+    assert largest_difference(last_tensors(folder, "optimizer."), last_tensors(alone, "optimizer.")) < 1e-4
+
+
+@pytest.mark.timeout(120)
+def test_br_261_tokens_are_counted_once_over_all_ranks(
+    pool: RankPool, tmp_path: Path, tiny_rows: Path, alone: Path
+) -> None:
+    """Valid tokens and tokens seen are those of the global batch; the rate per device is the whole job's over 2."""
+    pool.run(2, run, tiny_rows, tmp_path / "run")
+    for name in ("step", "lr", "valid_tokens", "tokens_seen", "skipped"):
+        assert column(tmp_path / "run", name) == column(alone, name)
+    for record in read_metrics(tmp_path / "run"):
+        assert record["tokens_per_second_per_gpu"] == pytest.approx(record["tokens_per_second"] / 2)
+
+
+@pytest.mark.timeout(120)
+def test_br_029_051_resume_on_two_ranks_is_bit_equal(pool: RankPool, tmp_path: Path, tiny_rows: Path) -> None:
+    """With dropout, at an epoch's edge and inside one: losses, rates, weights, random states as without a break."""
+    words = ("model.dropout=0.1", "train.steps=6", "checkpoint.every_steps=1", "checkpoint.keep_last=99")
+    whole = tmp_path / "whole"
+    pool.run(2, run, tiny_rows, whole, *words)
+    for step in (3, 4):
+        folder = tmp_path / f"from-{step}"
+        pool.run(2, resume, tiny_rows, folder, whole / "checkpoints" / f"step-{step:08d}", *words)
+        for name in ("loss", "lr"):
+            assert column(folder, name) == column(whole, name)[step:]
+        ours, theirs = last_tensors(folder, ""), last_tensors(whole, "")
+        assert {"rng.0.cpu", "rng.1.cpu"} <= ours.keys()
+        assert ours.keys() == theirs.keys()
+        assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+def resume(data: Path, output: Path, checkpoint: Path, *words: str) -> None:
+    """Continue from a checkpoint in another folder (a job for the pool)."""
+    train(tiny_config(data, output, *WORDS, *words), resume=str(checkpoint))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2)])
+def test_br_029_046_049_resume_on_another_number_of_ranks(
+    pool: RankPool, tmp_path: Path, tiny_rows: Path, alone: Path, before: int, after: int
+) -> None:
+    """Stopped inside an epoch, continued by more or fewer ranks: one process's run to 1e-5, every sample once."""
+    folder = tmp_path / "run"
+    pool.run(before, stop_early, tiny_rows, folder, 10)
+    pool.run(after, run, tiny_rows, folder)
+    assert column(folder, "step") == list(range(1, STEPS + 1))
+    assert column(folder, "lr") == column(alone, "lr")
+    assert column(folder, "valid_tokens") == column(alone, "valid_tokens")
+    assert column(folder, "loss") == pytest.approx(column(alone, "loss"), rel=1e-5)
+    assert largest_difference(last_tensors(folder), last_tensors(alone)) < 1e-5
+    records = [open_checkpoint(path).record for path in find_checkpoints(folder / "checkpoints")]
+    assert [record["world_size"] for record in records] == [before, after]
+    assert records[0]["samples_seen"] == 28 * 2 + 8 * 2
+
+
+def stop_early(data: Path, output: Path, steps: int) -> None:
+    """Train only the first steps of the 20-step run (a job for the pool)."""
+    from danlu.train import loop
+
+    config = tiny_config(data, output, *WORDS, f"checkpoint.every_steps={steps}", "checkpoint.save_last=false")
+    plain, calls = loop.forward_backward, iter(range(1, 100))
+
+    class Enough(Exception):
+        """Ends the run after its checkpoint, as a crash would."""
+
+    def counted(*args: Any, **options: Any) -> Any:
+        if next(calls) > steps:
+            raise Enough
+        return plain(*args, **options)
+
+    loop.forward_backward = counted  # type: ignore[assignment]
+    try:
+        train(config)
+    except Enough:
+        pass
+    finally:
+        loop.forward_backward = plain
