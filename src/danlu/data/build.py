@@ -14,6 +14,7 @@ danlu's own. A lock file lets processes that start the same build together wait 
 from __future__ import annotations
 
 import concurrent.futures
+import concurrent.futures.process
 import hashlib
 import json
 import multiprocessing
@@ -28,7 +29,7 @@ import filelock
 import numpy as np
 
 from danlu.base import env
-from danlu.base.errors import UserError
+from danlu.base.errors import RunError, UserError
 from danlu.base.log import log
 from danlu.config.data_build import DataBuild
 from danlu.data import shards
@@ -73,8 +74,11 @@ def build(config: DataBuild, *, progress: bool = True) -> dict[str, Any]:
 
 
 def _describe(file: SourceFile) -> dict[str, Any]:
-    with Path(file.path).open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    try:
+        with Path(file.path).open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", where=file.path) from None
     name, size = Path(file.path).name, Path(file.path).stat().st_size
     return {"name": name, "format": file.format, "compression": file.compression, "bytes": size, "sha256": digest}
 
@@ -213,6 +217,9 @@ def _run_pool(
                 number, future = waiting.pop(0)
                 results[number] = future.result()
                 bar.update(results)
+        except concurrent.futures.process.BrokenProcessPool:
+            hint = "out of memory? lower num_workers or bytes_per_shard; the next start resumes"
+            raise RunError("a worker process died", where=str(job.folder), hint=hint) from None
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise

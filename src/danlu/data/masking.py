@@ -12,6 +12,7 @@ span. Plain samples are tokenized prompt and completion apart, so the prompt's i
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,28 +22,35 @@ from danlu.data.forms import Example
 from danlu.data.streams import BadRow
 from danlu.data.tokenizer import Message, Tokenizer
 
+Runs = list[int]
+"""A mask as run lengths: tokens that are no targets, then targets, and so on in turn."""
+
 
 @dataclass(slots=True)
 class Samples:
-    """Tokenized samples: ids and target mask of each (the first token may be masked in; it is dropped later)."""
+    """Tokenized samples: ids and mask of each (the first token may be a target here; packing takes that back)."""
 
     ids: list[list[int]] = field(default_factory=list)
-    masks: list[list[bool]] = field(default_factory=list)
+    masks: list[Runs] = field(default_factory=list)
 
 
 def encode_plain(examples: Sequence[Example], tokenizer: Tokenizer, *, train_on: str) -> Samples:
     """Tokenize prompt/completion (or text) examples: BOS if the tokenizer uses it, EOS exactly once."""
-    prompts = [example.prompt for example in examples]
-    encoded = tokenizer.encode_batch([*prompts, *(example.completion for example in examples)])
+    completions = tokenizer.encode_batch([example.completion for example in examples])
+    prompts = iter(tokenizer.encode_batch([example.prompt for example in examples if example.prompt]))
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
-    begin = [] if bos is None else [bos]
     samples, whole = Samples(), train_on == "all"
-    for prompt, completion in zip(encoded[: len(prompts)], encoded[len(prompts) :], strict=True):
-        first = prompt or completion
-        before = prompt if first[:1] == begin else begin + prompt
-        after = completion if completion[-1:] == [eos] else [*completion, eos]
-        samples.ids.append(before + after)
-        samples.masks.append([whole] * len(before) + [True] * len(after))
+    for example, completion in zip(examples, completions, strict=True):
+        prompt = next(prompts) if example.prompt else []
+        ids = prompt + completion if prompt else completion
+        begun = bos is not None and ids[:1] != [bos]
+        if begun:
+            ids.insert(0, bos)  # type: ignore[arg-type]
+        if ids[-1:] != [eos]:
+            ids.append(eos)
+        masked = 0 if whole else len(prompt) + begun
+        samples.ids.append(ids)
+        samples.masks.append([masked, len(ids) - masked])
     return samples
 
 
@@ -59,28 +67,32 @@ def encode_chats(
     Returns:
         The samples of the good chats in order, and for each example None or why it is bad.
     """
-    turns = [_target_turns(example, train_on) for example in examples]
-    texts, faults = _render_all([example.messages or [] for example in examples], tokenizer)
-    spans: list[list[tuple[int, int]]] = []
-    for number, example in enumerate(examples):
-        spans.append([])
-        if faults[number] is None and train_on != "all":
+    chats = [example.messages or [] for example in examples]
+    texts = _render(chats, tokenizer)
+    faults = [text if isinstance(text, BadRow) else None for text in texts]
+    spans: list[list[tuple[int, int]]] = [[] for _ in chats]
+    if train_on != "all":
+        places = [(n, turn) for n, example in enumerate(examples) for turn in _target_turns(example, train_on)]
+        befores = _render([chats[n][:turn] for n, turn in places], tokenizer, generation_prompt=True)
+        for (n, turn), before in zip(places, befores, strict=True):
+            text = texts[n]
             try:
-                assert example.messages is not None
-                spans[number] = [_span(example.messages, turn, texts[number], tokenizer) for turn in turns[number]]
+                if isinstance(before, BadRow):
+                    raise before
+                if isinstance(text, str):
+                    spans[n].append(_span(chats[n], turn, text, before, tokenizer))
             except BadRow as fault:
-                faults[number] = fault
-            except jinja2.TemplateError as error:
-                faults[number] = BadRow("chat template refuses the chat", detail=str(error))
-    good = [number for number, fault in enumerate(faults) if fault is None]
+                faults[n] = faults[n] or fault
     samples = Samples()
-    encoded = tokenizer.encode_offsets([texts[number] for number in good])
-    for number, (ids, offsets) in zip(good, encoded, strict=True):
-        mask = [True] * len(ids) if train_on == "all" else _mask(offsets, spans[number])
-        if not _ends_turn(texts[number], tokenizer):
-            ids, mask = [*ids, tokenizer.eos_id], [*mask, True]
+    good = [n for n, fault in enumerate(faults) if fault is None]
+    kept = [str(texts[n]) for n in good]
+    for n, text, (ids, offsets) in zip(good, kept, tokenizer.encode_offsets(kept), strict=True):
+        runs = [0, len(ids)] if train_on == "all" else _runs(offsets, spans[n])
+        if not _ends_turn(text, tokenizer):
+            ids.append(tokenizer.eos_id)
+            runs += [1] if len(runs) % 2 else [0, 1]
         samples.ids.append(ids)
-        samples.masks.append(mask)
+        samples.masks.append(runs)
     return samples, faults
 
 
@@ -92,39 +104,34 @@ def _target_turns(example: Example, train_on: str) -> list[int]:
     return [turn for turn in turns if example.flags[turn]] if train_on == "flags" else turns
 
 
-def _render_all(chats: list[list[Message]], tokenizer: Tokenizer) -> tuple[list[str], list[BadRow | None]]:
-    """Render in one call; where the template refuses a chat, one by one to find which."""
+def _render(chats: list[list[Message]], tokenizer: Tokenizer, *, generation_prompt: bool = False) -> list[str | BadRow]:
+    """Render in one call; where the template refuses a chat, one by one to find which. No messages are no text."""
     try:
-        return tokenizer.render(chats), [None] * len(chats)
-    except jinja2.TemplateError:
-        texts = [""] * len(chats)
-        faults: list[BadRow | None] = [None] * len(chats)
-        for number, chat in enumerate(chats):
-            try:
-                texts[number] = tokenizer.render([chat])[0]
-            except jinja2.TemplateError as error:
-                faults[number] = BadRow("chat template refuses the chat", detail=str(error))
-        return texts, faults
+        texts = iter(tokenizer.render([chat for chat in chats if chat], generation_prompt=generation_prompt))
+        return [next(texts) if chat else "" for chat in chats]
+    except jinja2.TemplateError as error:
+        if len(chats) == 1:
+            return [BadRow("chat template refuses the chat", detail=str(error))]
+        return [_render([chat], tokenizer, generation_prompt=generation_prompt)[0] for chat in chats]
 
 
-def _span(messages: list[Message], turn: int, text: str, tokenizer: Tokenizer) -> tuple[int, int]:
-    """Return the characters [start, end) of an assistant turn that are targets."""
-    before = tokenizer.render([messages[:turn]], generation_prompt=True)[0] if turn else ""
+def _span(messages: list[Message], turn: int, text: str, before: str, tokenizer: Tokenizer) -> tuple[int, int]:
+    """Return the characters [start, end) of an assistant turn that are targets; ``before`` is the text up to it."""
     if not text.startswith(before):
         raise _unstable("the chat with a generation prompt is not a prefix of the whole chat")
-    start = len(before)
-    if turn + 1 == len(messages):
-        end = len(text)
-    elif text.startswith(upto := tokenizer.render([messages[: turn + 1]])[0]):
-        end = len(upto)
-    elif tokenizer.core.eos and (found := text.find(tokenizer.core.eos, start)) >= 0:
-        end = found + len(tokenizer.core.eos)
-    else:
-        raise _unstable("an earlier turn is rewritten when the chat goes on")
+    start, end = len(before), len(text)
+    if turn + 1 < len(messages):
+        upto = _render([messages[: turn + 1]], tokenizer)[0]
+        if isinstance(upto, str) and text.startswith(upto):
+            end = len(upto)
+        elif tokenizer.core.eos and (found := text.find(tokenizer.core.eos, start)) >= 0:
+            end = found + len(tokenizer.core.eos)
+        else:
+            raise _unstable("an earlier turn is rewritten when the chat goes on")
     if not turn or not tokenizer.has_generation_prompt:
         start = _content_start(messages[turn], text, start, end)
     ended = text[start:end].rstrip()
-    if any(ended.endswith(token) for token in tokenizer.special_tokens):
+    if ended.endswith(tokenizer.special_texts):
         end = start + len(ended)
     return start, end
 
@@ -141,20 +148,23 @@ def _unstable(detail: str) -> BadRow:
     return BadRow("assistant turns cannot be told apart in the template's output", detail=detail, hint=hint)
 
 
-def _mask(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:
-    """Return which tokens begin inside a span; whitespace tokens can have an empty range at their end."""
-    mask = [False] * len(offsets)
-    number = 0
+def _runs(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> Runs:
+    """Return the mask of the tokens that begin inside a span; whitespace tokens can have an empty range at their end.
+
+    Offsets do not decrease, so the edges of a span are found by bisection.
+    """
+    runs: Runs = []
+    done = 0
     for start, end in spans:
-        while number < len(offsets) and (offsets[number][0] < start or offsets[number][1] <= start):
-            number += 1
-        while number < len(offsets) and offsets[number][0] < end and offsets[number][1] <= end:
-            mask[number] = True
-            number += 1
-    return mask
+        first = bisect_left(offsets, start, done, key=lambda offset: offset[0])
+        while first < len(offsets) and offsets[first][1] <= start:
+            first += 1
+        last = bisect_left(offsets, end, first, key=lambda offset: offset[0])
+        runs += [first - done, last - first]
+        done = last
+    return [*runs, len(offsets) - done]
 
 
 def _ends_turn(text: str, tokenizer: Tokenizer) -> bool:
     """Return whether the chat's text ends in a special token, which then is its end; else EOS has to be added."""
-    ended = text.rstrip()
-    return any(ended.endswith(token) for token in tokenizer.special_tokens)
+    return text.rstrip().endswith(tokenizer.special_texts)

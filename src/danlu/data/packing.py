@@ -47,12 +47,20 @@ class Documents:
     counts: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def from_lists(cls, ids: Sequence[list[int]], masks: Sequence[list[bool]], dtype: np.dtype) -> Documents:
-        """Flatten lists; the first token of each document stops being a target."""
+    def from_lists(cls, ids: Sequence[list[int]], masks: Sequence[list[int]], dtype: np.dtype) -> Documents:
+        """Flatten lists; the first token of each document stops being a target.
+
+        Args:
+            ids: token ids of each document.
+            masks: for each document, run lengths of tokens that are no targets, are targets, are no targets, ...
+            dtype: of the tokens.
+        """
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-        total = int(lengths.sum())
-        tokens = np.fromiter(chain.from_iterable(ids), dtype, total)
-        mask = np.fromiter(chain.from_iterable(masks), np.bool_, total)
+        tokens = np.fromiter(chain.from_iterable(ids), dtype, int(lengths.sum()))
+        num_runs = np.fromiter(map(len, masks), np.int64, len(masks))
+        runs = np.fromiter(chain.from_iterable(masks), np.int64, int(num_runs.sum()))
+        place = np.arange(len(runs)) - np.repeat(np.cumsum(num_runs) - num_runs, num_runs)
+        mask = np.repeat(place % 2 == 1, runs)
         documents = cls(tokens, mask, np.cumsum(lengths) - lengths, lengths)
         documents.mask[documents.starts[lengths > 0]] = False
         return documents

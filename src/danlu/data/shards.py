@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from danlu.base.errors import UserError
+from danlu.base.errors import RunError, UserError
 
 FORMAT_VERSION = 1
 MANIFEST, INDEX = "manifest.json", "index.npy"
@@ -119,13 +119,21 @@ def shard_bytes(number: int, rows: Sequence[PackedRow]) -> tuple[bytes, np.ndarr
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file so that it is either there and whole or not there: temporary name, fsync, rename."""
+    """Write a file so that it is either there and whole or not there: temporary name, fsync, rename.
+
+    Raises:
+        RunError: the disk is full, or the folder cannot be written.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunError(f"cannot write: {error.strerror}", where=str(path), hint="start again to resume") from None
 
 
 def npy_bytes(array: np.ndarray) -> bytes:

@@ -237,9 +237,9 @@ def _json_rows(path: str, blocks: Iterator[str]) -> Iterator[tuple[int, Record |
             elif in_array and text[at] == "]":
                 in_array, at = False, at + 1
             else:
-                value, at, text = _decode_value(decoder, text, at, blocks)
+                value, start, at, text = _decode_value(decoder, text, at, blocks)
                 item += 1
-                yield item, _as_object(value, f"{path}: item {item}")
+                yield item, as_object(value, f"{path}: item {item}", text[start:at])
         except (ValueError, RecursionError) as error:
             yield item + 1, BadRow("malformed json", f"{path}: item {item + 1}", str(error))
             return
@@ -248,11 +248,12 @@ def _json_rows(path: str, blocks: Iterator[str]) -> Iterator[tuple[int, Record |
             return
 
 
-def _decode_value(decoder: json.JSONDecoder, text: str, at: int, blocks: Iterator[str]) -> tuple[Any, int, str]:
-    """Decode the value at ``at``, reading on while it is incomplete; return (value, its end, the text it ended in)."""
+def _decode_value(decoder: json.JSONDecoder, text: str, at: int, blocks: Iterator[str]) -> tuple[Any, int, int, str]:
+    """Decode the value at ``at``, reading on while it is incomplete; return (value, start, end, the text it is in)."""
     while True:
         try:
-            return *decoder.raw_decode(text, at), text
+            value, end = decoder.raw_decode(text, at)
+            return value, at, end, text
         except json.JSONDecodeError as error:
             # An error well before the end is a real one; only an open string may begin long before it.
             if not error.msg.startswith("Unterminated string") and error.pos < len(text) - 32:
@@ -267,10 +268,16 @@ def _decode_value(decoder: json.JSONDecoder, text: str, at: int, blocks: Iterato
             text, at = text[at:] + "".join(more), 0
 
 
-def _as_object(value: Any, where: str) -> Record | BadRow:
-    if isinstance(value, dict):
-        return value
-    return BadRow("row is not an object", where, f"{type(value).__name__}")
+def as_object(value: Any, where: str, raw: str) -> Record | BadRow:
+    """Return a decoded JSON value if it is an object of real text (half a surrogate pair is not)."""
+    if not isinstance(value, dict):
+        return BadRow("row is not an object", where, type(value).__name__)
+    if "\\ud" in raw or "\\uD" in raw:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            return BadRow("text has half a surrogate pair", where, repr(error.object[error.start : error.end]))
+    return value
 
 
 def _row_chunks(file: SourceFile, rows: Iterator[tuple[int, Record | BadRow]], block_bytes: int) -> Iterator[Chunk]:
@@ -345,7 +352,8 @@ def _decode(content: bytes, path: str, line: int, offset: int, encoding: str) ->
 
 def _parse_json(content: bytes, path: str, line: int, offset: int, encoding: str) -> Record | BadRow:
     try:
-        return _as_object(json.loads(content.decode(encoding)), f"{path}:{line}")
+        text = content.decode(encoding)
+        return as_object(json.loads(text), f"{path}:{line}", text)
     except UnicodeDecodeError as error:
         return undecodable(path, line, offset + error.start, encoding)
     except (ValueError, RecursionError) as error:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
+from danlu.data.sources import as_object
 from danlu.data.streams import DAMAGE, BadRow, SourceFile, open_stream
 
 Record = dict[str, Any]
@@ -168,8 +169,8 @@ def _fields(extension: str, content: bytes) -> Record | BadRow:
     kind = extension.rpartition(".")[2].lower()
     try:
         if kind == "json":
-            value: Any = json.loads(content.decode("utf-8-sig"))
-            return value if isinstance(value, dict) else BadRow("row is not an object", detail=type(value).__name__)
+            text = content.decode("utf-8-sig")
+            return as_object(json.loads(text), "", text)
         if kind in ("txt", "text"):
             return {"text": content.decode("utf-8-sig")}
     except UnicodeDecodeError as error:

@@ -168,6 +168,11 @@ class Tokenizer:
         return {token.content: number for number, token in added.items() if token.special}
 
     @cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """The texts of the special tokens."""
+        return tuple(self.special_tokens)
+
+    @cached_property
     def token_bytes(self) -> np.ndarray:
         """Bytes of text that each id stands for, int64 [V]; special tokens stand for none."""
         added = {token.content for token in self.backend.get_added_tokens_decoder().values()}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -17,6 +18,10 @@ from danlu.data.build import build
 from danlu.data.dataset import PackedDataset
 from danlu.data.tokenizer import Tokenizer
 from danlu.data.tokenizer_train import train_tokenizer
+
+# A busy machine is slow, not wrong.
+hypothesis.settings.register_profile("danlu", deadline=None)
+hypothesis.settings.load_profile("danlu")
 
 TEXTS = [
     "The card has not arrived yet. How long does a transfer take?",

@@ -15,9 +15,9 @@ BYTES = np.ones(1000, np.int64)
 lists = st.lists(st.lists(st.integers(10, 999), min_size=2, max_size=20), max_size=30)
 
 
-def make(ids: list[list[int]], masks: list[list[bool]] | None = None) -> Documents:
-    """Return documents, every token a target unless masks are given."""
-    return Documents.from_lists(ids, masks or [[True] * len(one) for one in ids], np.dtype("<u2"))
+def make(ids: list[list[int]], masks: list[list[int]] | None = None) -> Documents:
+    """Return documents, every token a target unless masks (run lengths) are given."""
+    return Documents.from_lists(ids, masks or [[0, len(one)] for one in ids], np.dtype("<u2"))
 
 
 def unpack(rows: list) -> list[list[list[int]]]:
@@ -76,7 +76,7 @@ def test_none_is_one_sample_a_row() -> None:
 def prompt_and_answer() -> Documents:
     """Return one sample: BOS, a prompt of 5, an answer of 5, EOS."""
     ids = [BOS, 10, 11, 12, 13, 14, 20, 21, 22, 23, 24, EOS]
-    return make([ids], [[False] * 6 + [True] * 6])
+    return make([ids], [[6, 6]])
 
 
 def fitted(documents: Documents, overlong: str, limit: int = 8) -> list[list[int]]:
@@ -107,7 +107,7 @@ def test_br_147_overlong_policies() -> None:
 
 def test_br_031_answer_cut_off_leaves_no_label() -> None:
     """Prompt 20, completion 5, limit 16: the sample has no target left, so it is dropped and counted."""
-    documents = make([[*range(100, 120), *range(200, 204), EOS]], [[False] * 20 + [True] * 5])
+    documents = make([[*range(100, 120), *range(200, 204), EOS]], [[20, 5]])
     assert fitted(documents, "truncate_right", 16) == []
     assert documents.counts == {"truncated": 0, "dropped: no target token": 1}
 
@@ -124,5 +124,5 @@ def test_split_loses_no_token(length: int, limit: int) -> None:
 def test_rows_count_the_bytes_of_their_targets() -> None:
     """A row's bytes are those of its target tokens only."""
     table = np.arange(1000)
-    rows = pack(make([[5, 6, 7]], [[True, True, False]]), 8, "documents", table)
+    rows = pack(make([[5, 6, 7]], [[0, 2, 1]]), 8, "documents", table)
     assert [row.target_bytes for row in rows] == [6]

@@ -15,7 +15,7 @@ import pytest
 import webdataset
 
 from conftest import write_dataset
-from danlu.base.errors import UserError
+from danlu.base.errors import RunError, UserError
 from danlu.data import shards
 from danlu.data.batch import IGNORE, shift_labels
 from danlu.data.dataset import PackedDataset
@@ -174,6 +174,16 @@ def test_br_246_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     assert (outside / "shard-000000.tar").is_file()
     with pytest.raises(UserError, match="missing"):
         PackedDataset(folder)
+
+
+def test_failed_write_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    """A write that the system refuses is a `RunError` naming the file; the old file is untouched."""
+    with pytest.raises(RunError, match=r"x/a: cannot write"):
+        shards.write_file(tmp_path / "x" / "a", b"new")
+    (tmp_path / "b").mkdir()
+    with pytest.raises(RunError, match="cannot write"):
+        shards.write_file(tmp_path / "b", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
 def test_token_dtype_is_the_narrowest() -> None:

@@ -229,6 +229,15 @@ def test_broken_json_is_a_fault_after_the_good_items(tmp_path: Path, text: str, 
     assert rows[1][1].reason == reason
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_half_a_surrogate_pair_is_a_fault(tmp_path: Path, name: str) -> None:
+    """An escaped emoji is text; half of one cannot be encoded and is named, not a crash in the tokenizer."""
+    (tmp_path / name).write_text('{"text": "\\ud83d\\ude00"}\n{"text": "\\ud83d"}\n')
+    rows = [row for _, row in read(tmp_path / name)]
+    assert rows[0] == {"text": "😀"}
+    assert rows[1].reason == "text has half a surrogate pair"
+
+
 def test_single_json_object_is_one_record(tmp_path: Path) -> None:
     """A json file may be one object."""
     (tmp_path / "a.json").write_text('{"a": {"b": [1, 2]}}')
