@@ -300,12 +300,13 @@ def _batches(texts: Sequence[str]) -> Iterable[list[str]]:
 
 
 def _cut(text: str) -> list[str]:
-    """Cut a long text behind line breaks that are followed by a letter or digit.
+    """Cut a long text behind single line breaks between a visible character and a letter or digit.
 
-    Byte-level pre-tokenizers split there anyway, so the ids are those of the whole; pieces encode in parallel.
+    Byte-level pre-tokenizers split there anyway, so the ids are those of the whole; pieces encode in parallel. Behind
+    several white characters it would not be so: at the end of a text they stay together, elsewhere the last one parts.
     """
     pieces, start = [], 0
-    for found in re.finditer(r"\n(?=\w)", text):
+    for found in re.finditer(r"(?<=\S)\n(?=\w)", text):
         if found.end() - start > _LONG_CHARS // 4:
             pieces.append(text[start : found.end()])
             start = found.end()

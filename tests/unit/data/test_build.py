@@ -302,6 +302,7 @@ def test_target_bytes_follow_truncation(run_build: Run, tokenizer: Tokenizer, tm
     assert manifest["target_bytes"] == int(np.sum(tokenizer.token_bytes[ids[1:]]))
 
 
+@pytest.mark.real
 def test_real_banking77_as_generation(run_build: Run, tokenizer: Tokenizer, tmp_path: Path, data_folder: Path) -> None:
     """The recipe's templates turn the real csv into prompts and completions whose targets are the intents."""
     manifest = run_build(
@@ -320,6 +321,7 @@ def test_real_banking77_as_generation(run_build: Run, tokenizer: Tokenizer, tmp_
     assert completion == " card_arrival<|im_end|>"
 
 
+@pytest.mark.real
 def test_real_chinese_poetry(run_build: Run, tokenizer: Tokenizer, tmp_path: Path, data_folder: Path) -> None:
     """A json array of poems with lists of lines becomes text."""
     run_build(

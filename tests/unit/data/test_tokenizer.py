@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from danlu.base import env
 from danlu.base.errors import UserError
 from danlu.config.data_build import TokenizerTrain
 from danlu.data import tokenizer as module
@@ -42,13 +43,29 @@ def test_bytes_of_tokens_are_bytes_of_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.token_bytes[tokenizer.eos_id] == 0
 
 
-def test_long_texts_are_cut_without_changing_ids(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text beyond the batch size has the ids of the whole."""
-    text = (MIXED + "\nnext line\n\nparagraph\r\n  indented\n我的卡\n") * 40
-    whole = tokenizer.encode(text)
-    monkeypatch.setattr(module, "_LONG_CHARS", 400)
-    assert tokenizer.encode(text) == whole
-    assert len(module._cut(text)) > 5
+def test_long_texts_are_cut_without_changing_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text beyond the batch size has the ids of the whole, also where runs of line breaks are tokens."""
+    text = (MIXED + "\nnext line\n\nparagraph\r\n  indented\n我的卡\nlast.\n\n\nnew\nline") * 40
+    own = train_tokenizer([text], tmp_path, vocab_size=400)
+    assert "ĊĊ" in own.vocab
+    whole = own.encode(text)
+    for limit in (40, 400, 1000):
+        monkeypatch.setattr(module, "_LONG_CHARS", limit)
+        assert len(module._cut(text)) > 5
+        assert own.encode(text) == whole
+
+
+@pytest.mark.real
+def test_real_long_text_has_the_ids_of_transformers(data_folder: Path) -> None:
+    """A million characters in one document get the ids that transformers gives (SmolLM2's tokenizer)."""
+    folder = env.cache_folder() / "smollm2-135m"
+    if not (folder / "tokenizer.json").is_file():
+        pytest.skip("SmolLM2 is not in danlu's cache")
+    text = (data_folder / "tinyshakespeare" / "input.txt").read_text()
+    own = Tokenizer.load(folder)
+    ids = own.encode(text)
+    assert ids == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+    assert int(own.token_bytes[ids].sum()) == len(text.encode())
 
 
 def test_wrapper_pickles_and_rebuilds(tokenizer: Tokenizer, tmp_path: Path) -> None:
