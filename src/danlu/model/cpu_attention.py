@@ -190,10 +190,11 @@ def _piece_backward(
 
 @contextmanager
 def _products_in(dtype: torch.dtype) -> Iterator[None]:
-    """Let fp32 products run in bf16 inside, where the data came as bf16."""
+    """Let fp32 products run in bf16 inside, where the data came as bf16; else leave the user's setting alone."""
     switch = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = switch.fp32_precision
-    switch.fp32_precision = "bf16" if dtype is torch.bfloat16 else "ieee"
+    if dtype is torch.bfloat16:
+        switch.fp32_precision = "bf16"
     try:
         yield
     finally:
@@ -248,6 +249,6 @@ def _probabilities(q: Tensor, k: Tensor, rows: slice, seen: slice, window: int |
     scores = torch.bmm(q, k.transpose(1, 2))
     last = rows if window is None else seen  # without a window, only the square on the diagonal hides anything
     hidden = _hidden(rows, last, window)
-    bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
-    scores.unflatten(1, (-1, rows.stop - rows.start))[..., -bias.shape[1] :].add_(bias)
+    by_row = scores.view(len(q), -1, hidden.shape[0], k.shape[1])
+    by_row[..., -hidden.shape[1] :].masked_fill_(hidden, float("-inf"))
     return torch.softmax(scores, -1)
