@@ -8,16 +8,21 @@ import typer
 
 
 def command(
-    kind: Annotated[str, typer.Argument(help="train, data or pipeline.")] = "train",
+    kind: Annotated[str, typer.Argument(help="train, data, tokenizer or pipeline.")] = "train",
 ) -> None:
     """Print the JSON Schema of a config file, for editors that complete TOML."""
     from danlu.base.errors import unknown_name
     from danlu.base.log import print_json
-    from danlu.config.data_build import DataBuild
+    from danlu.config.data_build import DataBuild, TokenizerTrain
     from danlu.config.pipeline import Pipeline
     from danlu.config.schema import Config, Section
 
-    schemas: dict[str, type[Section]] = {"train": Config, "data": DataBuild, "pipeline": Pipeline}
+    schemas: dict[str, type[Section]] = {
+        "train": Config,
+        "data": DataBuild,
+        "tokenizer": TokenizerTrain,
+        "pipeline": Pipeline,
+    }
     if kind not in schemas:
         raise unknown_name("config", kind, schemas)
     print_json(schemas[kind].model_json_schema())

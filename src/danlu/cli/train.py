@@ -39,11 +39,14 @@ def command(
         sys.exit(run_local_ranks(words, nproc=nproc).exit_code)
 
     def work() -> None:
+        from danlu.report import write_report
         from danlu.train.loop import train
 
         result = train(loaded.config, resume=resume)
-        if json and env.ranks().rank == 0:
-            print_json(result.as_json())
+        if env.ranks().rank == 0:
+            report = write_report(result.folder)
+            if json:
+                print_json({**result.as_json(), "report": str(report)})
 
     if env.ranks().launched:
         from danlu.train.local import run_as_rank

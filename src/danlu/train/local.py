@@ -10,21 +10,28 @@ agent's own handlers would give them thirty seconds, kill what is still saving, 
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import sys
+import time
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import psutil
 
 from danlu.base import env
 from danlu.base.errors import DanluError
 from danlu.base.log import log, print_error
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ def run_local_ranks(words: Sequence[str], *, nproc: int) -> JobResult:
         print_error(f"ended by {stopped.sigval.name}")
         code = 1
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        rank, failure = find_cause(error.failures)
         print_error(f"rank {rank} failed first (exit code {failure.exitcode}):\n{failure.message}")
         code = 2 if failure.exitcode == 2 else 1
     finally:
@@ -82,22 +89,35 @@ def run_local_ranks(words: Sequence[str], *, nproc: int) -> JobResult:
     return JobResult(code, received[0] if received else None)
 
 
+def find_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """Return the rank that failed first, and its failure.
+
+    Ranks that raised have written when, to the nanosecond: peers complain milliseconds later, and the agent's own times
+    are whole seconds. A rank that was killed (by the kernel for its memory, say) could write nothing; the agent notices
+    it within a second of its peers' complaints. SIGTERM is how the agent itself ends the others.
+    """
+
+    def moment(failure: ProcessFailure) -> float:
+        written = failure.error_file_data.get("time_ns")
+        return written / 1e9 if written else failure.timestamp - 1.0
+
+    return min(failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, moment(item[1])))
+
+
 def run_as_rank(work: Callable[[], None]) -> None:
     """Run a rank's work; on an error tell the agent the cause and end the process at once.
 
     Leaving at once closes this rank's connections, which ends collectives that its peers are waiting in; an orderly
     shutdown would wait for them instead.
     """
-    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
-
-    handler = ErrorHandler()
-    handler.initialize()
     try:
         work()
     except BaseException as error:
         cause = str(error) if isinstance(error, DanluError) else "".join(traceback.format_exception(error))
+        if path := env.get("TORCHELASTIC_ERROR_FILE"):
+            told = {"message": cause, "timestamp": int(time.time()), "time_ns": time.time_ns()}
+            Path(path).write_text(json.dumps(told), encoding="utf-8")
         print_error(f"[rank {env.ranks().rank}] {cause}")
-        handler.record_exception(error)
         logging.shutdown()
         sys.stdout.flush()
         os._exit(error.exit_code if isinstance(error, DanluError) else 1)

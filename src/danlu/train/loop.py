@@ -95,9 +95,9 @@ def train(config: Config, *, resume: str = "auto") -> TrainResult:
         # the run must be usable when the data is gone
         shutil.copytree(folders[0].folder / "tokenizer", folder / "tokenizer", dirs_exist_ok=True)
     setup_log(folder / "log.txt")
-    if config.precision.tf32:
-        torch.backends.cuda.matmul.allow_tf32 = True
     with open_world(device=config.train.device, timeout_seconds=config.parallel.timeout_seconds) as world:
+        if world.device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
         run = _Run(config, start, sources, held_out, world, data_config=folders[0].manifest.get("config", {}))
         if checkpoint is not None:
             run.restore(checkpoint)
