@@ -59,7 +59,7 @@ def check_pipeline(pipeline: Pipeline) -> None:
             raise UserError("two stages have the same name", where=where, seen=stage.name)
         if stage.nproc > 1 and stage.kind != "train":
             raise UserError("only a train stage has ranks", where=f"{where}: nproc", seen=stage.nproc, legal="1")
-        for name in references(stage.options):
+        for name in references(stage_options(stage)):
             if name not in seen:
                 raise UserError(
                     "a stage can only use the output of an earlier one",
