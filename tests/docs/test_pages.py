@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,19 @@ def test_no_page_names_a_path_outside_the_project(page: Page) -> None:
         assert foreign not in page.text, f"{page}: {foreign}"
     for block in page.blocks:
         assert "../" not in block.text, block.where
+
+
+@pytest.mark.parametrize("folder", [GUIDE, GUIDE_ZH], ids=["en", "zh"])
+def test_messages_that_are_explained_exist(folder: Path) -> None:
+    """Each message in the table of errors is one that the code can print."""
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    source = source.replace("{MANIFEST}", "manifest.json")
+    rows = re.findall(r"^\| `([^`]+)` \|", Page(folder / "errors.md").text, re.M)
+    messages = [row for row in rows if " " in row]
+    assert len(messages) > 10
+    for message in messages:
+        for part in message.split("..."):
+            assert part.strip() in source, message
 
 
 def test_blocks_say_their_language() -> None:
