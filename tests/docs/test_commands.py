@@ -121,7 +121,7 @@ def test_commands_in_sentences_exist(text: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "danlu trian train.toml",
+        "danlu training train.toml",
         "danlu train",
         "danlu train train.toml --nprocs 2",
         "danlu train train.toml --nproc two",
