@@ -2,13 +2,14 @@
 
 Who may see whom is the same in every layer, so it is worked out once a micro-batch (`plan_attention`) as a value that
 all layers share. A token sees the tokens of its own document that are not after it, and, where the layer has a window
-of w, only the w - 1 before it and itself. Padding (document id -1) sees itself only: a row of the softmax is never
-empty, so there is no NaN to spread (0 * NaN = NaN) in either direction, and no real token sees padding.
+of w, only the w - 1 before it and itself. No real token sees padding (document id -1), and padding sees at most itself:
+a softmax over nothing never happens, so there is no NaN to spread (0 * NaN = NaN) in either direction. What comes out
+at padding is finite and means nothing.
 
 Paths, all exact:
 
 - one document a row, no window: the causal kernel, no mask at all;
-- packed or padded rows and windows on a CPU: document by document, see `cpu_attention`; padding's output is zero;
+- packed or padded rows and windows on a CPU: document by document, see `cpu_attention`;
 - the same on CUDA: one boolean mask a window, [B, 1, S, S], shared by the layers. A variable-length kernel would take
   this path's place in `attend`;
 - with a cache: fresh keys are written first, then slots up to the query's position are visible.
