@@ -98,7 +98,9 @@ def _read_tensors(path: Path, config: Any) -> dict[str, Tensor]:
     """Return the dequantised fp32 tensors under their HF names."""
     from transformers import AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     with torch.device("meta"):
         names_only = AutoModelForCausalLM.from_config(config)
     tensors: dict[str, Tensor] = load_gguf_checkpoint(

@@ -6,12 +6,20 @@ a wrong name, a lost rope setting or a cut tensor shows as a difference.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
 
 from danlu.base.errors import RunError
 from danlu.model.decoder import Decoder
+
+
+def can_verify(folder: Path) -> bool:
+    """Return whether `transformers` has code for the exported model (for the first Qwen it has none)."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"] in CONFIG_MAPPING
 
 
 @torch.no_grad()

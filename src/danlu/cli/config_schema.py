@@ -8,7 +8,7 @@ import typer
 
 
 def command(
-    kind: Annotated[str, typer.Argument(help="train, data, tokenizer or pipeline.")] = "train",
+    kind: Annotated[str, typer.Argument(help="train, data, tokenizer, eval, export, finance or pipeline.")] = "train",
 ) -> None:
     """Print the JSON Schema of a config file, for editors that complete TOML."""
     from danlu.base.errors import unknown_name
@@ -16,11 +16,15 @@ def command(
     from danlu.config.data_build import DataBuild, TokenizerTrain
     from danlu.config.pipeline import Pipeline
     from danlu.config.schema import Config, Section
+    from danlu.config.stages import EvalOptions, ExportOptions, FinanceOptions
 
     schemas: dict[str, type[Section]] = {
         "train": Config,
         "data": DataBuild,
         "tokenizer": TokenizerTrain,
+        "eval": EvalOptions,
+        "export": ExportOptions,
+        "finance": FinanceOptions,
         "pipeline": Pipeline,
     }
     if kind not in schemas:

@@ -1,7 +1,9 @@
 """A pipeline: stages in order, each with options of its kind, whose outputs feed later ones.
 
 A stage writes into a folder of its own, ``OUTPUT/NAME``; ``stage:NAME`` or ``stage:NAME/file`` as an option of a later
-stage stands for that folder or a file in it.
+stage stands for that folder or a file in it. ``file:NAME`` stands for an entry of the pipeline's ``[files]``: what a
+user must bring is named once, and given on the command line as ``files.NAME=path``.
+
 Everything is checked before the first stage runs: names, references (only backwards), and each stage's options against
 the schema of its kind.
 """
@@ -15,13 +17,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from danlu.base.errors import UserError
+from danlu.base.errors import UserError, unknown_name
 from danlu.config.load import build, read_toml
 from danlu.config.schema import Section
 
 Kind = Literal["finance", "tokenizer", "data", "train", "eval", "export"]
 
-_REFERENCE = re.compile(r"stage:([A-Za-z0-9_-]+)((?:/.*)?)")
+_REFERENCE = re.compile(r"(stage|file):([A-Za-z0-9_-]+)((?:/.*)?)")
 
 
 class Stage(Section):
@@ -46,6 +48,8 @@ class Pipeline(Section):
     """Title of the report."""
     output: str
     """Folder that holds the stages' folders and the report."""
+    files: dict[str, str] = Field(default_factory=dict)
+    """Paths (or glob patterns) of what the user brings; an option `file:NAME` stands for one."""
     stage: Annotated[tuple[Stage, ...], Field(min_length=1)]
     """The stages, in order."""
 
@@ -59,8 +63,10 @@ def check_pipeline(pipeline: Pipeline) -> None:
             raise UserError("two stages have the same name", where=where, seen=stage.name)
         if stage.nproc > 1 and stage.kind != "train":
             raise UserError("only a train stage has ranks", where=f"{where}: nproc", seen=stage.nproc, legal="1")
-        for name in references(stage_options(stage)):
-            if name not in seen:
+        for kind, name in sorted(references(stage_options(stage))):
+            if kind == "file" and name not in pipeline.files:
+                raise unknown_name("file", name, pipeline.files, where=where)
+            if kind == "stage" and name not in seen:
                 raise UserError(
                     "a stage can only use the output of an earlier one",
                     where=where,
@@ -70,11 +76,11 @@ def check_pipeline(pipeline: Pipeline) -> None:
         seen.append(stage.name)
 
 
-def references(value: Any) -> set[str]:
-    """Return the names of the stages that a tree of options refers to."""
+def references(value: Any) -> set[tuple[str, str]]:
+    """Return what a tree of options refers to, as ``("stage" or "file", name)``."""
     if isinstance(value, str):
         match = _REFERENCE.fullmatch(value)
-        return {match[1]} if match else set()
+        return {(match[1], match[2])} if match else set()
     if isinstance(value, Mapping):
         return set().union(*(references(item) for item in value.values()))
     if isinstance(value, list | tuple):
@@ -82,15 +88,15 @@ def references(value: Any) -> set[str]:
     return set()
 
 
-def resolve(value: Any, folders: Mapping[str, Path]) -> Any:
-    """Return ``value`` with every reference replaced by the stage's folder."""
+def resolve(value: Any, places: Mapping[tuple[str, str], str]) -> Any:
+    """Return ``value`` with every reference replaced by the path of what it refers to."""
     if isinstance(value, str):
         match = _REFERENCE.fullmatch(value)
-        return f"{folders[match[1]]}{match[2]}" if match else value
+        return f"{places[match[1], match[2]]}{match[3]}" if match else value
     if isinstance(value, Mapping):
-        return {key: resolve(item, folders) for key, item in value.items()}
+        return {key: resolve(item, places) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [resolve(item, folders) for item in value]
+        return [resolve(item, places) for item in value]
     return value
 
 
@@ -124,15 +130,15 @@ def plan_stages(
         UserError: an illegal pipeline or illegal options of any stage, before anything has run.
     """
     check_pipeline(pipeline)
-    folders: dict[str, Path] = {}
+    places = {("file", name): path for name, path in pipeline.files.items()}
     planned = []
     for stage in pipeline.stage:
         folder = Path(pipeline.output) / stage.name
-        options = resolve(stage_options(stage), folders)
+        options = resolve(stage_options(stage), places)
         if key := outputs[stage.kind]:
             options = _set_output(options, key.split("."), folder, stage)
         planned.append((stage, folder, build(schemas[stage.kind], options, source=f"stage {stage.name}")))
-        folders[stage.name] = folder
+        places["stage", stage.name] = str(folder)
     return planned
 
 

@@ -151,7 +151,16 @@ def _resolve(config: DataBuild, first: list[dict[str, Any]], tokenizer: Tokenize
         "packing": ("chunk" if text else "documents") if config.packing == "auto" else config.packing,
         "overlong": ("split" if text else "truncate_right") if config.overlong == "auto" else config.overlong,
     }
-    decided = {name: value for name, value in choices.items() if getattr(config, name) == "auto"}
+    if choices["packing"] == "chunk" and config.overlong not in ("auto", "split"):
+        raise UserError(
+            'has no effect with packing = "chunk", which cuts the stream of tokens into rows',
+            where="overlong",
+            seen=config.overlong,
+            legal="auto, split",
+        )
+    if config.chat_template and not reader.chat:
+        raise UserError("has no effect: these rows are no chats", where="chat_template", seen=config.chat_template)
+    decided = {name: value for name, value in choices.items() if "auto" == getattr(config, name) != value}
     if decided:
         log.info("decided from the first rows: %s", ", ".join(f"{k} = {v}" for k, v in decided.items()))
     return config.model_copy(update=choices)

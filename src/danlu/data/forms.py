@@ -161,6 +161,7 @@ def _check_options(config: DataBuild, form: Form) -> None:
     wrong: list[str] = []
     if form != "text":
         wrong += ["text_template"] if config.text_template else []
+        wrong += [name for name in ("text_field", "text_unit") if name in config.model_fields_set]
         wrong += ["packing"] if config.packing == "chunk" else []
         wrong += ["overlong"] if config.overlong == "split" else []
     if form == "text":

@@ -97,13 +97,13 @@ def run_facts(run: Run) -> list[Fact]:
         facts.append(Fact("tokens seen", f"{last['tokens_seen']:,}"))
     rates = _values(run.steps, "tokens_per_second")
     if rates:
-        facts.append(Fact("tokens/s (median)", _number(_median(rates)), "whole job, padding included"))
+        facts.append(Fact("tokens/s (median)", _number(_median(rates)), "whole job, padding not counted"))
     utilisation = _values(run.steps, "mfu")
     about = "model FLOPs, causal attention as half" if utilisation else "the device's peak is not known"
     facts.append(Fact("MFU (median)", f"{100 * _median(utilisation):.1f} %" if utilisation else "not known", about))
     memory = _values(run.steps, "peak_memory_bytes")
     facts.append(Fact("peak memory", f"{max(memory) / GIB:.2f} GiB" if memory else "not recorded", "one rank"))
-    skipped = sum(bool(record.get("skipped")) for record in run.steps)
+    skipped = sum(int(record.get("skipped") or 0) for record in run.steps)
     if skipped:
         facts.append(Fact("skipped updates", f"{skipped:,}", "non-finite gradients"))
     return facts

@@ -20,7 +20,7 @@ from danlu.base.errors import RunError, UserError, unknown_name
 from danlu.base.log import log
 from danlu.checkpoint.convert import load_hf, save_hf
 from danlu.checkpoint.hf_files import open_tensors
-from danlu.checkpoint.verify import verify_export
+from danlu.checkpoint.verify import can_verify, verify_export
 from danlu.model.decoder import Decoder
 from danlu.model.families import hf_names
 from danlu.train.load import DTYPES, is_chat_data, load_model
@@ -46,7 +46,7 @@ def export(
         overwrite: replace a folder that is not empty.
 
     Returns:
-        ``folder, step, dtype, parameters, bytes, files, logits_difference`` (None without ``verify``).
+        ``folder, step, dtype, parameters, bytes, files, logits_difference`` (None where it was not verified).
 
     Raises:
         UserError: the folder is not empty, or the weights do not fit the dtype.
@@ -68,7 +68,11 @@ def export(
         overwrite=overwrite,
     )
     check_export(folder, DTYPES[dtype])
-    difference = verify_export(folder, opened.model) if verify else None
+    difference = None
+    if verify and can_verify(folder):
+        difference = verify_export(folder, opened.model)
+    elif verify:
+        log.warning("not verified: transformers has no code for this architecture")
     files = sorted(path for path in folder.iterdir() if path.is_file())
     num_bytes = sum(path.stat().st_size for path in files)
     result = {

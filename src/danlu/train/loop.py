@@ -34,6 +34,7 @@ from danlu.objective.cross_entropy import Loss
 from danlu.parallel.mesh import World, open_world, sum_over
 from danlu.parallel.seed import set_seed
 from danlu.train import build
+from danlu.train.environment import describe_environment
 from danlu.train.evaluate import held_out_loss
 from danlu.train.metrics import MetricsWriter, peak_memory_bytes
 from danlu.train.optimizer import clip_gradients, learning_rate_at, optimizer_tensors
@@ -92,6 +93,8 @@ def train(config: Config, *, resume: str = "auto") -> TrainResult:
     if env.ranks().rank == 0:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        text = json.dumps(describe_environment(), indent=2)
+        (folder / "environment.json").write_text(text, encoding="utf-8")
         # the run must be usable when the data is gone
         shutil.copytree(folders[0].folder / "tokenizer", folder / "tokenizer", dirs_exist_ok=True)
     setup_log(folder / "log.txt")
@@ -193,6 +196,7 @@ class _Run:
         self.folder = Path(config.train.output)
         self.spec = start.spec
         self.step = self.samples_seen = self.tokens_seen = self.skipped = 0
+        self.skipped_before = 0  # at the last record
         set_seed(config.train.seed, data_rank=world.data_rank)
         self.model, self.wrapped = build.build_model(config, start, world)
         self.optimizer = build.build_optimizer_for(config, self.model)
@@ -254,6 +258,7 @@ class _Run:
         record = checkpoint.record
         self.step, self.samples_seen = int(record["step"]), int(record["samples_seen"])
         self.tokens_seen, self.skipped = int(record["tokens_seen"]), int(record["skipped"])
+        self.skipped_before = self.skipped
         tensors = self.tensors()
         same_world = (record["world_size"], record.get("device")) == (self.world.size, self.world.device.type)
         if not same_world:
@@ -381,8 +386,9 @@ class _Run:
             "tokens_seen": self.tokens_seen,
             **self.rates.take(),
             "peak_memory_bytes": peak_memory_bytes(self.world.device),
-            "skipped": result.skipped,
+            "skipped": self.skipped - self.skipped_before,
         }
+        self.skipped_before = self.skipped
         writer.write(record)
 
     def _evaluate(self, writer: MetricsWriter) -> dict[str, float]:

@@ -38,7 +38,7 @@ class Rates:
         self._steps = 0
 
     def add(self, *, tokens: int, seconds: float, data_wait: float) -> None:
-        """Count one step: slots of all ranks, its duration and how much of it went into waiting for data."""
+        """Count one step: tokens of all ranks (no padding), its duration and the part spent waiting for data."""
         self._tokens += tokens
         self._seconds += seconds
         self._wait += data_wait

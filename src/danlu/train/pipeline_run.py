@@ -164,7 +164,7 @@ def _run_stage(stage: Stage, folder: Path, options: Section, key: str, state: _S
 
 def stage_key(stage: Stage, options: Section, keys: Mapping[str, str], output: Path) -> str:
     """Return the hash of everything that a stage's result depends on."""
-    upstream = {name: keys[name] for name in sorted(references(stage_options(stage)))}
+    upstream = {name: keys[name] for kind, name in sorted(references(stage_options(stage))) if kind == "stage"}
     values = options.model_dump(mode="json")
     files = {path: _content_hash(Path(path)) for path in sorted(set(_paths(values))) if not _is_below(path, output)}
     text = json.dumps([__version__, stage.kind, stage.nproc, values, upstream, files], sort_keys=True)
