@@ -168,11 +168,21 @@ def test_br_037_a_nan_is_skipped_only_by_choice(
     words = ("train.steps=5", "train.on_nonfinite=skip", "schedule.warmup_steps=5")
     result = train(tiny_config(tiny_rows, tmp_path / "run", *words))
     assert result.step == 5
-    assert metric(tmp_path / "run", "skipped") == [False, False, True, False, False]
+    assert metric(tmp_path / "run", "skipped") == [0, 0, 1, 0, 0]
     assert metric(tmp_path / "run", "loss")[2] is None
     assert metric(tmp_path / "run", "lr") == pytest.approx([0.0006, 0.0012, 0.0018, 0.0018, 0.0024])
     assert "update skipped on all ranks" in capsys.readouterr().err
     assert all(bool(value.isfinite().all()) for value in last_tensors(tmp_path / "run").values())
+
+
+def test_skipped_steps_between_records_are_counted(
+    tmp_path: Path, tiny_rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a record every third step the skip of step 2 is in the record of step 3."""
+    poison(monkeypatch, 2)
+    words = ("train.steps=6", "train.on_nonfinite=skip", "metrics.log_every=3")
+    train(tiny_config(tiny_rows, tmp_path / "run", *words))
+    assert metric(tmp_path / "run", "skipped") == [1, 0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -259,13 +259,23 @@ def test_stage_names_are_folder_names(name: str) -> None:
 
 def test_references_are_found_and_replaced_everywhere() -> None:
     """In texts, lists and tables, alone or with a path behind; a text that only mentions one stays as it is."""
-    value = {"a": "stage:x/checkpoints", "b": ["stage:y", 3], "c": {"d": "see stage:z", "e": "/stage:z"}}
-    assert references(value) == {"x", "y"}
-    assert resolve(value, {"x": Path("/o/x"), "y": Path("/o/y")}) == {
+    value = {"a": "stage:x/checkpoints", "b": ["stage:y", "file:z"], "c": {"d": "see stage:w", "e": "/stage:w"}}
+    assert references(value) == {("stage", "x"), ("stage", "y"), ("file", "z")}
+    places = {("stage", "x"): "/o/x", ("stage", "y"): "/o/y", ("file", "z"): "/home/*.txt"}
+    assert resolve(value, places) == {
         "a": "/o/x/checkpoints",
-        "b": ["/o/y", 3],
-        "c": {"d": "see stage:z", "e": "/stage:z"},
+        "b": ["/o/y", "/home/*.txt"],
+        "c": {"d": "see stage:w", "e": "/stage:w"},
     }
+
+
+def test_files_are_named_once_and_checked() -> None:
+    """`file:NAME` stands for an entry of [files]; a name that is not there is answered with the nearest."""
+    stage = {**TOKENS, "options": {"inputs": "file:text"}}
+    document = {"name": "x", "output": "/nowhere", "files": {"text": "/data/a.txt"}, "stage": [stage]}
+    assert plan_pipeline(build(Pipeline, document))[0][2].model_dump()["inputs"] == ("/data/a.txt",)
+    with pytest.raises(UserError, match="did you mean 'texts'"):
+        plan_pipeline(build(Pipeline, {**document, "files": {"texts": "/data/a.txt"}}))
 
 
 def test_references_in_a_config_file_are_checked_too(tmp_path: Path) -> None:
