@@ -25,6 +25,9 @@ def command(
     ] = None,
     layout: Annotated[str, typer.Option(help="Prompts as chat or plain text; auto: as in training.")] = "auto",
     system: Annotated[str | None, typer.Option(help="System message for chats that have none.")] = None,
+    answer_marker: Annotated[
+        str | None, typer.Option(help="Compare only what follows the last such text, such as '####'.")
+    ] = None,
     majority_from: Annotated[
         str | None, typer.Option(help="Training file that the majority baseline is taken from.")
     ] = None,
@@ -49,7 +52,7 @@ def command(
     given = {
         "model": model, "data": data or [], "questions": questions, "prompt_template": prompt_template,
         "completion_template": completion_template, "layout": layout, "system": system,
-        "majority_from": majority_from, "limit": limit, "seed": seed, "batch_size": batch_size,
+        "answer_marker": answer_marker, "majority_from": majority_from, "limit": limit, "seed": seed, "batch_size": batch_size,
         "max_new_tokens": max_new_tokens, "max_rows": max_rows, "dtype": dtype, "device": device,
     }  # fmt: skip
     options = build(EvalOptions, given, source="command line")

@@ -41,6 +41,8 @@ class EvalOptions(Section):
     """Prompts as a chat or as plain text; `auto`: as the training data were, else plain unless the rows are chats."""
     system: str | None = None
     """System message for chats that have none; unset: that of the training data."""
+    answer_marker: str | None = None
+    """Compare only what follows the last such text (`####` of gsm8k, `=>`): what stands before it is working."""
     majority_from: str | None = None
     """Training file from which the majority baseline's answers are taken; unset: from the questions themselves."""
     limit: PositiveInt | None = None

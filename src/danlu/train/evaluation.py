@@ -37,7 +37,7 @@ from danlu.parallel.mesh import World, open_world
 from danlu.train.evaluate import held_out_loss
 from danlu.train.load import TrainedModel, is_run, load_model
 from danlu.train.questions import Asked, QuestionForm, encode_prompts, read_asked, sample_asked
-from danlu.train.scores import Reply, Stratum, majority_answers, score_groups, score_replies
+from danlu.train.scores import Reply, Stratum, final_answer, majority_answers, score_groups, score_replies
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def check_options(options: EvalOptions) -> None:
         raise UserError("nothing to evaluate on", legal="data sets for the loss, a question file, or both")
     defaults = {name: field.default for name, field in EvalOptions.model_fields.items()}
     about = {"data": ["max_rows"], "questions": [
-        "prompt_template", "completion_template", "layout", "system", "majority_from", "limit",
+        "prompt_template", "completion_template", "layout", "system", "answer_marker", "majority_from", "limit",
     ]}  # fmt: skip
     for needed, names in about.items():
         for name in names:
@@ -132,7 +132,8 @@ def _ask_questions(
     """Return the ``questions`` part of the result; write the predictions beside ``output``."""
     everything = _read(path, opened, options)
     train = everything if options.majority_from is None else _read(Path(options.majority_from), opened, options)
-    majority = majority_answers([(one.stratum, one.answer) for one in train])
+    marker = options.answer_marker
+    majority = majority_answers([(one.stratum, final_answer(one.answer, marker)) for one in train])
     asked = sample_asked(everything, options.limit, options.seed)
     sampled = len(asked) < len(everything)
     sample = f"a random {len(asked)} (seed {options.seed}) of " if sampled else ""
@@ -145,11 +146,12 @@ def _ask_questions(
         "sample_seed": options.seed if sampled else None,
         "majority_from": str(options.majority_from or path),
         "max_new_tokens": options.max_new_tokens,
-        **grade(asked, answers, majority),
+        "answer_marker": marker,
+        **grade(asked, answers, majority, marker),
     }
     if output is not None and world.rank == 0:
         output.parent.mkdir(parents=True, exist_ok=True)
-        _write_predictions(output.with_name("predictions.jsonl"), asked, answers)
+        _write_predictions(output.with_name("predictions.jsonl"), asked, answers, marker)
     return result
 
 
@@ -210,9 +212,16 @@ def generate_answers(
     return answers
 
 
-def grade(asked: Sequence[Asked], answers: Sequence[Answer], majority: Mapping[Stratum, str]) -> dict[str, Any]:
+def make_reply(one: Asked, answer: Answer, marker: str | None) -> Reply:
+    """Return what is compared for one question: both texts behind their last ``marker``."""
+    return Reply(one.stratum, final_answer(one.answer, marker), final_answer(answer.text, marker))
+
+
+def grade(
+    asked: Sequence[Asked], answers: Sequence[Answer], majority: Mapping[Stratum, str], marker: str | None = None
+) -> dict[str, Any]:
     """Return the scores of all questions, per task and per language, and how many answers had no room or no end."""
-    replies = [Reply(one.stratum, one.answer, answer.text) for one, answer in zip(asked, answers, strict=True)]
+    replies = [make_reply(one, answer, marker) for one, answer in zip(asked, answers, strict=True)]
     counts = {ended: sum(answer.ended == ended for answer in answers) for ended in ("too long", "budget")}
     if counts["too long"]:
         log.warning("%d prompts leave no position for an answer and count as wrong", counts["too long"])
@@ -225,10 +234,10 @@ def grade(asked: Sequence[Asked], answers: Sequence[Answer], majority: Mapping[S
     }
 
 
-def _write_predictions(path: Path, asked: Sequence[Asked], answers: Sequence[Answer]) -> None:
+def _write_predictions(path: Path, asked: Sequence[Asked], answers: Sequence[Answer], marker: str | None) -> None:
     with path.open("w", encoding="utf-8", newline="\n") as file:
         for one, answer in zip(asked, answers, strict=True):
-            reply = Reply(one.stratum, one.answer, answer.text)
+            reply = make_reply(one, answer, marker)
             task, language = one.stratum
             line = {
                 "where": one.where, "task": task, "language": language, "prompt": one.prompt_text,

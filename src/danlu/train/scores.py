@@ -95,6 +95,11 @@ def wilson_interval(correct: int, total: int, z: float = 1.959963984540054) -> t
     return 0.0 if correct == 0 else low, 1.0 if correct == total else high  # exact there but for rounding
 
 
+def final_answer(text: str, marker: str | None) -> str:
+    """Return what follows the last ``marker`` in ``text`` (all of it where there is none, or no marker is given)."""
+    return text if marker is None else text.rpartition(marker)[2]
+
+
 def same_answer(one: str, other: str) -> bool:
     """Return whether two texts are the same answer under `normalize_answer`, and an answer at all."""
     normal = normalize_answer(one)

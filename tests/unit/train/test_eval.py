@@ -14,7 +14,7 @@ from danlu.base.errors import UserError
 from danlu.config.data_build import DataBuild
 from danlu.config.stages import EvalOptions
 from danlu.data.build import build
-from danlu.train.evaluation import evaluate, generate_answers
+from danlu.train.evaluation import Answer, evaluate, generate_answers, grade
 from danlu.train.load import load_model
 from danlu.train.questions import Asked
 
@@ -167,3 +167,13 @@ def test_command_prints_a_table(learned_run: Path, question_file: Path, capsys: 
     assert "1.000 [0.566, 1.000]" in shown
     assert "a random sample (seed 0) of the 6 questions" in shown
     assert "the questions themselves" in shown
+
+
+def test_only_what_follows_the_marker_counts() -> None:
+    """With a marker, working before it is free: the last marker counts on both sides; without one, all text counts."""
+    asked = [Asked("", "Q", "3 + 4 => 7 yuan", ("sum", "en")), Asked("", "Q", "yes", ("yes_no", "en"))]
+    answers = [Answer("4 + 3 => 8 => 7 yuan", "stop"), Answer("1 / 2 => yes", "stop")]
+    assert grade(asked, answers, {(None, None): "7 yuan"}, "=>")["all"]["strict"]["correct"] == 2
+    assert grade(asked, answers, {(None, None): "7 yuan"})["all"]["strict"]["correct"] == 0
+    wrong = [Answer("3 + 4 => 6 yuan", "stop"), Answer("1 / 2 => no", "stop")]
+    assert grade(asked, wrong, {(None, None): "7 yuan"}, "=>")["all"]["strict"]["correct"] == 0
