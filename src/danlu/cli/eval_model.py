@@ -52,8 +52,9 @@ def command(
     given = {
         "model": model, "data": data or [], "questions": questions, "prompt_template": prompt_template,
         "completion_template": completion_template, "layout": layout, "system": system,
-        "answer_marker": answer_marker, "majority_from": majority_from, "limit": limit, "seed": seed, "batch_size": batch_size,
-        "max_new_tokens": max_new_tokens, "max_rows": max_rows, "dtype": dtype, "device": device,
+        "answer_marker": answer_marker, "majority_from": majority_from, "limit": limit, "seed": seed,
+        "batch_size": batch_size, "max_new_tokens": max_new_tokens, "max_rows": max_rows, "dtype": dtype,
+        "device": device,
     }  # fmt: skip
     options = build(EvalOptions, given, source="command line")
 

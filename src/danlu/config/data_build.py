@@ -84,5 +84,7 @@ class TokenizerTrain(Section):
     """Fields to learn from; unset: all text of each row."""
     special_tokens: Paths = ()
     """Further special tokens."""
+    digits: Literal["single", "whole"] = "single"
+    """Each digit a token, or frequent numbers as one token."""
     chat: bool = True
     """Add the ChatML turn tokens and template; `<|im_end|>` is then EOS, else `<|endoftext|>`."""

@@ -1,9 +1,10 @@
 """Train a byte-level BPE tokenizer on the user's own text.
 
 Byte-level means that any text in any language has a spelling, so there is no unknown token; the merges are learned by
-the `tokenizers` library. Digits stay apart: numbers of equal length get equally many tokens, which small models need
-for arithmetic. The result is a folder that ``transformers.AutoTokenizer`` opens with EOS, BOS and PAD set and, on
-request, a chat template.
+the `tokenizers` library. Digits stay apart: numbers of equal length get equally many tokens, which helps arithmetic
+with large numbers. A closed world of few numbers may keep them whole instead: a number is then one token, which a
+small model copies and compares in one step. The result is a folder that ``transformers.AutoTokenizer`` opens with EOS,
+BOS and PAD set and, on request, a chat template.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def build_tokenizer(config: TokenizerTrain, *, progress: bool = True) -> dict[st
         vocab_size=config.vocab_size,
         special_tokens=config.special_tokens,
         chat=config.chat,
+        whole_numbers=config.digits == "whole",
         progress=progress,
     )
     num_tokens = sum(map(len, tokenizer.encode_batch(sample)))
@@ -84,6 +86,7 @@ def train_tokenizer(
     vocab_size: int,
     special_tokens: Sequence[str] = (),
     chat: bool = True,
+    whole_numbers: bool = False,
     progress: bool = False,
 ) -> Tokenizer:
     """Train a byte-level BPE tokenizer and save it so that ``AutoTokenizer`` opens it.
@@ -94,6 +97,7 @@ def train_tokenizer(
         vocab_size: entries, the 256 bytes and the special tokens included.
         special_tokens: further special tokens.
         chat: add ``<|im_start|>`` and ``<|im_end|>`` and the ChatML template; ``<|im_end|>`` is then EOS.
+        whole_numbers: let merges join digits (never a digit with anything else).
         progress: show the library's progress bar.
 
     Raises:
@@ -110,7 +114,7 @@ def train_tokenizer(
         )
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [pre_tokenizers.Digits(individual_digits=not whole_numbers), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.ByteLevel(trim_offsets=False)

@@ -37,6 +37,14 @@ def test_digits_stay_apart(tokenizer: Tokenizer) -> None:
     assert len(tokenizer.encode("1024")) == 4
 
 
+def test_whole_numbers_are_one_token_of_digits_only(tmp_path: Path) -> None:
+    """On request a frequent number is one token, the same one after a space as after a Chinese character."""
+    own = train_tokenizer(["fee 75 yuan", "费75元", "75"] * 50, tmp_path, vocab_size=300, whole_numbers=True)
+    (number,) = own.encode("75")
+    assert number in own.encode("fee 75 yuan")
+    assert number in own.encode("费75元")
+
+
 def test_bytes_of_tokens_are_bytes_of_text(tokenizer: Tokenizer) -> None:
     """The byte table sums to the text's UTF-8 length; special tokens count zero."""
     assert int(tokenizer.token_bytes[tokenizer.encode(MIXED)].sum()) == len(MIXED.encode())
