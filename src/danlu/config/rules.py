@@ -14,7 +14,7 @@ from danlu.config.schema import Config, ModelSection
 
 SIZE_KEYS = (
     "vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "mlp_size", "max_positions",
-    "tied_embeddings",
+    "rope_theta", "tied_embeddings",
 )  # fmt: skip
 
 

@@ -53,6 +53,8 @@ class ModelSection(Section):
     """MLP width F, instead of the named model's (random init only)."""
     max_positions: PositiveInt | None = None
     """Longest sequence the model is built for, instead of the named model's (random init only)."""
+    rope_theta: PositiveFloat | None = None
+    """Base of the rotary frequencies, instead of the named model's (random init only); small for short rows."""
     tied_embeddings: bool | None = None
     """Whether embedding and head share their weight, instead of the named model's choice (random init only)."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0

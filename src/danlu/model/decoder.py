@@ -13,10 +13,11 @@ states and two values that are made once a forward, the attention plan and the r
 Mixed precision is explicit: parameters keep their dtype, the embedding's output is cast to ``compute_dtype``, and each
 Linear computes in the dtype of its input (see `linear`). Norm statistics and softmax are fp32.
 
-Initial values: normal with standard deviation 0.02, and 0.02 / sqrt(2 * layers) for the two projections of a block
-that write into the residual stream (GPT-2, Radford et al. 2019, section 2.3), so that its variance does not grow with
-depth; biases 0, norms 1. Each parameter draws from its own CPU generator seeded by (seed, FQN): its values do not
-depend on device, order, world size or on which other parameters exist.
+Initial values: normal with standard deviation s = sqrt(2 / (5 D)) (small init, arXiv:1910.05895: it follows the width,
+where a fixed 0.02 is too small for narrow models and too large for wide ones), and s / sqrt(2 * layers) for the two
+projections of a block that write into the residual stream (GPT-2, Radford et al. 2019, section 2.3), so that its
+variance does not grow with depth; biases 0, norms 1. Each parameter draws from its own CPU generator seeded by
+(seed, FQN): its values do not depend on device, order, world size or on which other parameters exist.
 """
 
 from __future__ import annotations
@@ -35,9 +36,6 @@ from danlu.model.mlp import MLP
 from danlu.model.norm import LayerNorm, RMSNorm
 from danlu.model.rope import Rotation, rotation
 from danlu.model.spec import ModelSpec
-
-INIT_STD = 0.02
-"""Standard deviation of freshly drawn weights."""
 
 
 def _build_norm(spec: ModelSpec) -> nn.Module:
@@ -144,7 +142,8 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """Draw every parameter anew: the same values for the same seed, whatever device or world the model lives in."""
-        residual_std = INIT_STD / math.sqrt(2 * self.spec.num_layers)
+        plain_std = math.sqrt(2 / (5 * self.spec.hidden_size))
+        residual_std = plain_std / math.sqrt(2 * self.spec.num_layers)
         for name, parameter in self.named_parameters():
             module, _, leaf = name.rpartition(".")
             if leaf == "bias":
@@ -152,7 +151,7 @@ class Decoder(nn.Module):
             elif parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:
-                std = residual_std if module.endswith((".attention.output", ".mlp.down")) else INIT_STD
+                std = residual_std if module.endswith((".attention.output", ".mlp.down")) else plain_std
                 digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
                 parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))

@@ -168,10 +168,12 @@ def test_br_035_padding_changes_nothing_and_makes_no_nan(path: str, spec: object
     assert padded.isfinite().all()
     assert (padded[0] - alone[0][0]).abs().max() < 1e-5
     assert (padded[1, real] - alone[1][0]).abs().max() < 1e-5
+    # Against the largest gradient: a key's bias has none but rounding (softmax does not see it).
+    largest = max(float(parameter.grad.abs().max()) for parameter in model.parameters() if parameter.grad is not None)
     for grad, parameter in zip(grads, model.parameters(), strict=True):
         assert parameter.grad is not None
         assert grad.isfinite().all()
-        assert (grad - parameter.grad).abs().max() < 1e-5 * max(1.0, float(parameter.grad.abs().max()))
+        assert (grad - parameter.grad).abs().max() < 1e-5 * max(1.0, largest)
 
 
 def test_a_row_of_padding_alone_is_finite(path: str) -> None:
