@@ -26,13 +26,15 @@ from typing import Any
 from danlu.base.errors import RunError, UserError
 from danlu.data.answers import normalize_answer
 from danlu.data.finance.dice import Dice
-from danlu.data.finance.questions import OPEN_BOOK_TASKS, Question, ask_closed_book, write_document
+from danlu.data.finance.questions import OPEN_BOOK_TASKS, TRAINING_TASKS, Ask, Question, ask_closed_book, write_document
 from danlu.data.finance.templates import QUESTIONS
 from danlu.data.finance.world import LANGUAGES, SPLITS, World, build_world
 
 FORMAT_VERSION = 1
 # Of a closed-book product's terms, how many the test and the validation questions take; training asks for the others.
 NUM_HELD_OUT_FACETS = {"test": 2, "validation": 1}
+# How many `term_list` rows train has for each question of another task.
+LISTS_PER_TASK = 2
 # Draws per wanted question before the world is called too small.
 MAX_DRAWS = 40
 
@@ -72,7 +74,8 @@ def write_finance(
     Args:
         out: folder, made if missing; files of an earlier build are replaced.
         seed: names the world and every draw.
-        train: open-book questions in train, shared equally by tasks and languages; closed-book ones come on top.
+        train: open-book questions in train, shared equally by tasks and languages; closed-book ones and
+            the lists of terms, which are for training only, come on top.
         validation: the same for validation.
         test: the same for test.
         documents: documents about the closed-book products, half in each language.
@@ -81,8 +84,8 @@ def write_finance(
         The manifest: seed, sizes, counts by task, language and book, duplicates, majority baseline, SHA-256 of files.
 
     Raises:
-        UserError: a size is not a positive multiple of 24 (six tasks, two languages, two sides), or the world has too few
-            different questions for it.
+        UserError: a size is not a positive multiple of 24 (six tasks, two languages, two sides), or the world has too
+            few different questions for it.
         RunError: a duplicate across splits (a fault of the generator).
     """
     sizes = {"train": train, "validation": validation, "test": test}
@@ -132,20 +135,23 @@ def _build_split(world: World, seed: int, split: str, size: int) -> list[Row]:
     rows: list[Row] = []
     per_stratum = size // (len(OPEN_BOOK_TASKS) * len(LANGUAGES))
     seen: set[str] = set()
-    for task in OPEN_BOOK_TASKS:
-        for language in LANGUAGES:
-            rows += _draw(world, seed, split, task, language, per_stratum, seen)
+    for language in LANGUAGES:
+        for task, ask in OPEN_BOOK_TASKS.items():
+            rows += _draw(world, seed, split, (task, ask, language), per_stratum, seen)
+        for task, ask in TRAINING_TASKS.items() if split == "train" else ():
+            rows += _draw(world, seed, split, (task, ask, language), LISTS_PER_TASK * per_stratum, seen)
     rows += _closed_book(world, split)
     return Dice(seed, f"{split}/order").shuffled(rows)
 
 
-def _draw(world: World, seed: int, split: str, task: str, language: str, count: int, seen: set[str]) -> Iterable[Row]:
+def _draw(world: World, seed: int, split: str, kind: tuple[str, Ask, str], count: int, seen: set[str]) -> Iterable[Row]:
+    task, ask, language = kind
     dice = Dice(seed, f"{split}/{task}/{language}")
     rows: list[Row] = []
     for _ in range(count * MAX_DRAWS):
         if len(rows) == count:
             return rows
-        question = OPEN_BOOK_TASKS[task](world.open_book[split], language, split, dice, len(rows))
+        question = ask(world.open_book[split], language, split, dice, len(rows))
         if question is None or normalize_answer(question.prompt) in seen:
             continue
         seen.add(normalize_answer(question.prompt))
@@ -219,7 +225,7 @@ def majority_baseline(train: Sequence[Row], test: Sequence[Row]) -> dict[str, di
         baseline[task] = {}
         for language in LANGUAGES:
             answers = {
-                name: [row.question.completion for row in rows if (row.task, row.language) == (task, language)]
+                name: [row.question.answer for row in rows if (row.task, row.language) == (task, language)]
                 for name, rows in (("train", train), ("test", test))
             }
             counts = Counter(answers["train"])

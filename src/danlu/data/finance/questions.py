@@ -5,6 +5,9 @@ caller draws again. ``turn`` counts the accepted questions of a task, language a
 (yes and no, the position of the better product) is read off it and not left to chance. ``content`` names the facts and
 the thing asked, independent of wording and language; two questions with equal content are the same question.
 
+An answer that needs computing shows its working before it: ``7+3=>10 yuan``. A small model can learn each step of that;
+the final answer alone would have to come out of one forward pass. What counts is the text behind the marker.
+
 Interest is simple: ``principal * rate * years / 10000`` with the rate in basis points. Principals are multiples of
 1000 yuan and rates multiples of 50, so the result is a whole number of yuan and no rounding rule is needed.
 """
@@ -23,9 +26,14 @@ from danlu.data.finance.world import (
     TERMS,
     TWO_DIGIT,
     Product,
+    format_comparison,
     format_passage,
+    format_terms,
     format_value,
 )
+
+# Between the working and the answer; evaluation compares what stands behind it.
+ANSWER_MARKER = "=>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +44,20 @@ class Question:
     completion: str
     content: str
 
+    @property
+    def answer(self) -> str:
+        """The answer without its working."""
+        return self.completion.rpartition(ANSWER_MARKER)[2]
+
 
 def _ask(products: Sequence[Product], language: str, question: str, answer: str, content: str) -> Question:
-    passages = "".join(format_passage(product, language) + "\n" for product in products)
+    passage = (
+        format_passage(products[0], language)
+        if len(products) == 1
+        else format_comparison(products[0], products[1], language)
+    )
     return Question(
-        prompt=f"{passages}{question}\n",
+        prompt=f"{passage}\n{question}\n",
         completion=answer,
         content="/".join([*sorted(product.key for product in products), content]),
     )
@@ -86,8 +103,9 @@ def ask_fee_sum(pool: Sequence[Product], language: str, split: str, dice: Dice, 
     else:
         fees = "".join(f"「{name}」" for name in names)
     question = _wording("fee_sum", language, split, dice).format(fees=fees, name=product.name(language))
-    total = sum(product.values[key] for key in keys)
-    return _ask([product], language, question, format_value(keys[0], total, language), "sum/" + "+".join(sorted(keys)))
+    values = [product.values[key] for key in keys]
+    answer = "+".join(map(str, values)) + ANSWER_MARKER + format_value(keys[0], sum(values), language)
+    return _ask([product], language, question, answer, "sum/" + "+".join(sorted(keys)))
 
 
 def ask_threshold(pool: Sequence[Product], language: str, split: str, dice: Dice, turn: int) -> Question | None:
@@ -111,19 +129,25 @@ def ask_threshold(pool: Sequence[Product], language: str, split: str, dice: Dice
         bound=format_value(key, bound, language),
     )
     content = f"threshold/{key}/{'more' if more else 'less'}/{bound}"
-    return _ask([product], language, question, YES_NO[language][0 if yes else 1], content)
+    answer = _compare(product.values[key], bound) + ANSWER_MARKER + YES_NO[language][0 if yes else 1]
+    return _ask([product], language, question, answer, content)
+
+
+def _compare(one: int, other: int) -> str:
+    """Return the working of a comparison."""
+    return f"{one}{'<' if one < other else '>'}{other}"
 
 
 def ask_interest(pool: Sequence[Product], language: str, split: str, dice: Dice, turn: int) -> Question | None:
     """Simple interest on a round principal at the stated rate."""
     product = dice.pick([product for product in pool if product.kind in RATED_KINDS])
     principal, years = dice.between(1000, 4000, 1000), dice.between(2, 4)
-    interest, rest = divmod(principal * product.values["rate"] * years, 10_000)
+    yearly, rest = divmod(principal * product.values["rate"], 10_000)
     assert rest == 0, "principals and rates are chosen so that interest is a whole number"
     question = _wording("interest", language, split, dice).format(
         principal=principal, years=years, name=product.name(language)
     )
-    answer = f"{interest} yuan" if language == "en" else f"{interest}元"
+    answer = f"{yearly}*{years}{ANSWER_MARKER}{yearly * years}" + (" yuan" if language == "en" else "元")
     return _ask([product], language, question, answer, f"interest/{principal}/{years}")
 
 
@@ -138,8 +162,8 @@ def ask_clause_comparison(pool: Sequence[Product], language: str, split: str, di
     greater = dice.below(2) == 0
     winner = first if (first.values[key] > second.values[key]) == greater else second
     other = second if winner is first else first
-    # Over four turns the winner takes each place in the passage and in the question once.
-    passages = [winner, other] if turn % 2 == 0 else [other, winner]
+    # Over four turns the winner takes each place in the sheet and in the question once.
+    sheet = [winner, other] if turn % 2 == 0 else [other, winner]
     asked = [winner, other] if turn // 2 % 2 == 0 else [other, winner]
     question = _wording("clause_comparison", language, split, dice).format(
         side=SIDES[TERMS[key].unit.en][language][0 if greater else 1],
@@ -148,7 +172,20 @@ def ask_clause_comparison(pool: Sequence[Product], language: str, split: str, di
         second=asked[1].name(language),
     )
     content = f"compare/{key}/{'greater' if greater else 'smaller'}"
-    return _ask(passages, language, question, winner.name(language), content)
+    one, two = (product.values[key] for product in sheet)
+    answer = _compare(one, two) + ANSWER_MARKER + winner.name(language)
+    return _ask(sheet, language, question, answer, content)
+
+
+def ask_term_list(pool: Sequence[Product], language: str, split: str, dice: Dice, turn: int) -> Question | None:
+    """State all terms of a passage in the order asked (training only)."""
+    product = dice.pick(pool)
+    terms = dice.shuffled(product.terms)
+    names = [TERMS[key].name.of(language) for key, _ in terms]
+    listed = ", ".join(names) if language == "en" else "".join(f"「{name}」" for name in names)
+    question = _wording("term_list", language, split, dice).format(terms=listed, name=product.name(language))
+    answer = format_terms(terms, language)
+    return _ask([product], language, question, answer, "list/" + "+".join(key for key, _ in terms))
 
 
 Ask = Callable[[Sequence[Product], str, str, Dice, int], Question | None]
@@ -161,6 +198,8 @@ OPEN_BOOK_TASKS: dict[str, Ask] = {
     "clause_comparison": ask_clause_comparison,
     "not_stated": ask_not_stated,
 }
+# One answer holds as many look-ups as a passage has terms: what teaches a fresh model to find a term, and only that.
+TRAINING_TASKS: dict[str, Ask] = {"term_list": ask_term_list}
 
 
 def ask_closed_book(product: Product, key: str, wording: str, language: str) -> Question:

@@ -176,6 +176,18 @@ QUESTIONS: dict[str, dict[str, Wordings]] = {
             ),
         },
     },
+    "term_list": {
+        "en": {
+            "train": ("State {terms}.", "Of {name}, state {terms}.", "Please list {terms}."),
+            "validation": (),
+            "test": (),
+        },
+        "zh": {
+            "train": ("写出{terms}。", "写出「{name}」的{terms}。", "请列出{terms}。"),
+            "validation": (),
+            "test": (),
+        },
+    },
     "closed_lookup": {
         "en": {
             "train": (

@@ -1,6 +1,6 @@
 """The closed fictional world: who sells what on which terms.
 
-A product is an institution, a brand and a kind (account, card, deposit, loan, policy, fund) with four or five of the
+A product is an institution, a brand and a kind (account, card, deposit, loan, policy, fund) with two to four of the
 six terms its kind can have; the terms it leaves out are what 'not stated' questions ask for. Every number is an
 integer: fees and amounts in whole yuan, periods in days, rates in basis points (multiples of 50). Ranges are small on
 purpose. The set must teach a model of a few million weights, from nothing, within minutes, to find a term in a
@@ -13,6 +13,7 @@ the product. Products of the closed pool are the ones whose terms are learned fr
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from danlu.data.finance.dice import Dice
@@ -143,7 +144,9 @@ BRANDS = tuple(
     )
 )  # fmt: skip
 
-NUM_PAIRS = {"validation": 60, "test": 84, "closed": 24}
+# Of the six terms of a kind, how many an open-book product states at least and at most, and a closed-book one states.
+MIN_TERMS, MAX_TERMS, CLOSED_BOOK_TERMS = 2, 4, 5
+NUM_PAIRS = {"validation": 60, "test": 84, "closed": 16}
 
 
 def build_world(seed: int) -> World:
@@ -159,22 +162,27 @@ def build_world(seed: int) -> World:
     kinds = tuple(KINDS)
     return World(
         open_book={
-            split: tuple(_build_product(pair, kind, dice) for pair in pools[split] for kind in kinds)
+            split: tuple(
+                _build_product(pair, kind, dice.between(MIN_TERMS, MAX_TERMS), dice)
+                for pair in pools[split]
+                for kind in kinds
+            )
             for split in SPLITS
         },
         # One kind a name: a closed-book question names its product without the kind.
         closed_book=tuple(
-            _build_product(pair, kinds[index % len(kinds)], dice) for index, pair in enumerate(pools["closed"])
+            _build_product(pair, kinds[index % len(kinds)], CLOSED_BOOK_TERMS, dice)
+            for index, pair in enumerate(pools["closed"])
         ),
     )
 
 
-def _build_product(pair: tuple[int, int], kind: str, dice: Dice) -> Product:
+def _build_product(pair: tuple[int, int], kind: str, num_terms: int, dice: Dice) -> Product:
     possible = KINDS[kind][1]
     # A deposit or loan without its rate could not be asked for interest: the rate is always stated.
     always = [key for key in possible if key == "rate"]
     others = [key for key in possible if key != "rate"]
-    keys = always + dice.sample(others, dice.between(2, 5) - len(always))
+    keys = always + dice.sample(others, num_terms - len(always))
     terms = tuple((key, dice.between(TERMS[key].low, TERMS[key].high, TERMS[key].step)) for key in dice.shuffled(keys))
     return Product(institution=pair[0], brand=pair[1], kind=kind, terms=terms)
 
@@ -185,11 +193,35 @@ def format_value(key: str, value: int, language: str) -> str:
     return f"{value} {unit}" if language == "en" else f"{value}{unit}"
 
 
+def format_terms(terms: Iterable[tuple[str, int]], language: str) -> str:
+    """Return ``terms`` as a passage states them."""
+    between, joint = (" ", "; ") if language == "en" else ("：", "；")
+    return joint.join(
+        f"{TERMS[key].name.of(language)}{between}{format_value(key, value, language)}" for key, value in terms
+    )
+
+
 def format_passage(product: Product, language: str) -> str:
     """Return the passage that states all terms of ``product``, one line."""
-    kind = KINDS[product.kind][0].of(language)
+    kind, stated = KINDS[product.kind][0].of(language), format_terms(product.terms, language)
+    return (
+        f"{product.name('en')} {kind}: {stated}." if language == "en" else f"「{product.name('zh')}」{kind}：{stated}。"
+    )
+
+
+def format_comparison(first: Product, second: Product, language: str) -> str:
+    """Return the sheet that sets two products of a kind side by side, clause by clause, one line.
+
+    A clause that only one of them states shows a dash for the other.
+    """
+    kind = KINDS[first.kind][0].of(language)
+    between, joint = (" ", "; ") if language == "en" else ("：", "；")
+    clauses = []
+    for key in dict.fromkeys([*first.values, *second.values]):
+        one, other = (product.values.get(key, "-") for product in (first, second))
+        unit = TERMS[key].unit.of(language)
+        both = f"{one} | {other} {unit}" if language == "en" else f"{one}|{other}{unit}"
+        clauses.append(TERMS[key].name.of(language) + between + both)
     if language == "en":
-        stated = "; ".join(f"{TERMS[key].name.en} {format_value(key, value, 'en')}" for key, value in product.terms)
-        return f"{product.name('en')} {kind}: {stated}."
-    stated = "；".join(f"{TERMS[key].name.zh}：{format_value(key, value, 'zh')}" for key, value in product.terms)
-    return f"「{product.name('zh')}」{kind}：{stated}。"
+        return f"{first.name('en')} | {second.name('en')} {kind}: {joint.join(clauses)}."
+    return f"「{first.name('zh')}」|「{second.name('zh')}」{kind}：{joint.join(clauses)}。"
