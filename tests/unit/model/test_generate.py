@@ -52,7 +52,8 @@ def test_cached_logits_equal_uncached_ones() -> None:
     with torch.no_grad():
         for start, stop in ((0, 5), (5, 9), (9, 10), (10, 12)):
             parts.append(model(tokens[:, start:stop], positions_BS=positions[:, start:stop], cache=cache))
-        assert (torch.cat(parts, 1) - model(tokens)).abs().max() < 1e-5
+        whole = model(tokens)
+        assert (torch.cat(parts, 1) - whole).abs().max() < 1e-5 * whole.abs().max()
     with pytest.raises(RunError, match="12 \\+ 1"):
         model(tokens[:, :1], positions_BS=positions[:, :1], cache=cache)
 
