@@ -20,11 +20,11 @@ CASES = {
 AIM = 1.3
 INTRO = """# danlu's training loop against its peers
 
-Same model (SmolLM2-135M's shape, random weights), same tokenised documents, same batch, dtype, AdamW and clipping; every
-contestant in an environment of its own, all alive at once, taking turns one optimizer step at a time. A step is all that
-a loop does from one update to the next. Rates are medians over the timed steps; memory is the process's largest
-resident set. Peers get rows that are packed ahead of time with restarting positions; SFTTrainer packs by itself.
-bf16 means fp32 parameters and optimizer with bf16 arithmetic (autocast in the peers).
+Same model (SmolLM2-135M's shape, random weights), same tokenised documents, same batch, dtype, AdamW and clipping;
+every contestant in an environment of its own, all alive at once, taking turns one optimizer step at a time. A step is
+all that a loop does from one update to the next. Rates are medians over the timed steps; memory is the process's
+largest resident set. Peers get rows that are packed ahead of time with restarting positions; SFTTrainer packs by
+itself. bf16 means fp32 parameters and optimizer with bf16 arithmetic (autocast in the peers).
 
 Written by `run.py`; do not edit.
 """
@@ -91,8 +91,8 @@ def where_lines(where: dict[str, Any], results: dict[str, Any]) -> list[str]:
         "## Where danlu's time goes",
         "",
         "The floor is every matrix product of the step timed alone on this machine, each shape by its fastest run,",
-        "times how often it occurs (attention's products are not in it). Phases are medians of the wall clock; the groups",
-        "are torch.profiler's self times of one more step, which profiling itself makes a little longer.",
+        "times how often it occurs (attention's products are not in it). Phases are medians of the wall clock; the",
+        "groups are torch.profiler's self times of one more step, which profiling itself makes a little longer.",
         "",
     ]
     phases = list(next(iter(where.values()))["phases"])
@@ -106,7 +106,7 @@ def where_lines(where: dict[str, Any], results: dict[str, Any]) -> list[str]:
             + [f"{parts['phases'][phase]:.2f}" for phase in phases]
         )
     header = ["", "step, s", "matmul floor, s", "floor / step", "floor's GFLOP/s", *[f"{phase}, s" for phase in phases]]
-    lines += machine.table(header, rows) + [""]
+    lines += [*machine.table(header, rows), ""]
     groups = sorted({group for parts in where.values() for group in parts["groups"]})
     rows = []
     for title, parts in where.items():
@@ -120,8 +120,8 @@ def write(folder: Path) -> None:
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     lines = [INTRO, *machine.machine_lines(results["machine"])]
     lines += [
-        f"- Command: `{results['command']}`, {results['threads']} threads, {results['rows_per_step']} rows of 512 tokens "
-        f"a step, {results['rounds']} timed steps each",
+        f"- Command: `{results['command']}`, {results['threads']} threads, {results['rows_per_step']} rows of 512 "
+        f"tokens a step, {results['rounds']} timed steps each",
     ]
     peers = next(iter(results["cases"].values()))["peers"]
     for name, peer in peers.items():

@@ -51,7 +51,9 @@ def peer_python(name: str, work: Path) -> Path:
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*install, torch], check=True)  # first, so that nothing else chooses another build
     subprocess.run([*install, "-c", str(requirements), "-r", str(requirements)], check=True)
-    cuda = subprocess.run([str(python), "-c", "import torch; print(torch.version.cuda)"], check=True, stdout=-1, text=True)
+    cuda = subprocess.run(
+        [str(python), "-c", "import torch; print(torch.version.cuda)"], check=True, stdout=-1, text=True
+    )
     if cuda.stdout.strip() != "None":
         raise SystemExit(f"{name}: pip chose a CUDA build of torch; point pip at the CPU builds and run again")
     ready.write_text(requirements.read_text(encoding="utf-8"), encoding="utf-8")
@@ -92,7 +94,8 @@ def start(name: str, options: argparse.Namespace, case: str, dtype: str, *, step
     output = options.work / "runs" / f"{name}-{case}-{dtype}{'-first' if first else ''}"
     subprocess.run(["rm", "-rf", str(output)], check=True)
     command = [
-        str(peer_python(name, options.work)), str(HERE / "contestants" / PEERS[name]), "--work", str(options.work / "data"),
+        str(peer_python(name, options.work)), str(HERE / "contestants" / PEERS[name]),
+        "--work", str(options.work / "data"),
         "--case", case, "--dtype", dtype, "--steps", str(steps), "--rows-per-step", str(options.rows_per_step),
         "--output", str(output), *(["--first-batch-only"] if first else []),
     ]  # fmt: skip

@@ -26,6 +26,7 @@ class Counting:
         self.targets: list[int] = []
 
     def __call__(self, examples: Any) -> Any:
+        """Collate and count."""
         batch = self.collate(examples)
         self.tokens.append(int(batch["input_ids"].numel()))
         self.targets.append(int((batch["labels"][:, 1:] != -100).sum()))

@@ -152,7 +152,7 @@ class PrecisionSection(Section):
     tf32: bool = True
     """Let CUDA multiply fp32 matrices in TF32."""
     loss_chunk_mib: PositiveFloat = 64.0
-    """Most memory that one chunk of fp32 logits may take, in MiB; the whole logits never exist."""
+    """Most memory that one chunk of logits may take, in MiB; the whole logits never exist."""
 
 
 class CheckpointSection(Section):

@@ -10,8 +10,10 @@ of hidden states and head, and dropped (the idea of Liger-Kernel, arXiv 2410.109
 only scales what the forward pass has stored. Tokens that are no targets are left out before the first matmul, so a
 masked prompt costs nothing here.
 
-Invariants: the loss is a *sum* over target tokens, never a mean (the step divides by the global count once); logits,
-softmax and loss are fp32 whatever the hidden states are; no chunk takes more than the given memory (or it is one
+A chunk should be as large as memory allows: every chunk after the first adds a pass over the head's gradient.
+
+Invariants: the loss is a *sum* over target tokens, never a mean (the step divides by the global count once); softmax
+and loss are fp32 whatever the hidden states are; no chunk's logits take more than the given memory (or it is one
 token). Not here: vocabulary shards, label smoothing, z-loss, soft caps.
 """
 
@@ -42,9 +44,30 @@ class Objective(Protocol):
         """Return the summed loss of one micro-batch."""
 
 
-def plan_chunk_tokens(vocab_size: int, max_bytes: int) -> int:
-    """Return how many tokens' fp32 logits fit into ``max_bytes`` (at least one token)."""
-    return max(1, max_bytes // (4 * vocab_size))
+_CACHE_BYTES = 2**21
+
+
+def plan_chunk_tokens(vocab_size: int, max_bytes: int, itemsize: int = 4) -> int:
+    """Return how many tokens' logits of ``itemsize`` bytes each fit into ``max_bytes`` (at least one token)."""
+    return max(1, max_bytes // (itemsize * vocab_size))
+
+
+def _to_gradients(logits_CV: Tensor, labels_C1: Tensor) -> Tensor:
+    """Turn logits into softmax - onehot(label), in their own memory, and return their summed loss (fp32).
+
+    On a CPU a few rows at a time, so that what is fp32 in between stays in the cache. The normaliser log(sum(exp)) is
+    taken at the largest logit, whose probability is at least 1 / V: no underflow, and no second exp.
+    """
+    num_rows = logits_CV.shape[0]
+    if logits_CV.device.type == "cpu":
+        num_rows = plan_chunk_tokens(logits_CV.shape[1], _CACHE_BYTES)
+    total = logits_CV.new_zeros((), dtype=torch.float32)
+    for rows, labels in zip(logits_CV.split(num_rows), labels_C1.split(num_rows), strict=True):
+        softmax = torch.softmax(rows, -1, dtype=torch.float32)
+        normaliser = rows.amax(-1, keepdim=True).float() - softmax.amax(-1, keepdim=True).log()
+        total += (normaliser - rows.gather(1, labels)).sum()
+        rows.copy_(softmax.scatter_add_(1, labels, softmax.new_full(labels.shape, -1.0)))
+    return total
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -53,26 +76,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         need_hidden, need_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         compute_weight_VD = weight_VD.to(hidden_TD.dtype)
         grad_hidden_TD = torch.empty_like(hidden_TD) if need_hidden else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if need_weight else None
+        grad_weight_VD: Tensor | None = None
+        memory_CV = hidden_TD.new_empty(min(chunk_tokens, hidden_TD.shape[0]), weight_VD.shape[0])
         total = hidden_TD.new_zeros((), dtype=torch.float32)
         for start in range(0, hidden_TD.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            chunk_CD, labels_C = hidden_TD[rows], labels_T[rows, None]
-            logits_CV = (chunk_CD @ compute_weight_VD.T).float()
-            normaliser_C1 = logits_CV.logsumexp(dim=-1, keepdim=True)
-            total += (normaliser_C1 - logits_CV.gather(1, labels_C)).sum()
-            if not (need_hidden or need_weight):
-                continue
-            grad_CV = logits_CV.sub_(normaliser_C1).exp_()  # softmax, in the logits' own memory
-            grad_CV.scatter_add_(1, labels_C, grad_CV.new_full(labels_C.shape, -1.0))
-            grad_CV = grad_CV.to(hidden_TD.dtype)
+            chunk_CD, labels_C1 = hidden_TD[rows], labels_T[rows, None]
+            grad_CV = torch.mm(chunk_CD, compute_weight_VD.T, out=memory_CV[: chunk_CD.shape[0]])
+            total += _to_gradients(grad_CV, labels_C1)
             if grad_hidden_TD is not None:
-                grad_hidden_TD[rows] = grad_CV @ compute_weight_VD
-            if grad_weight_VD is not None:
-                if grad_CV.dtype == torch.float32:
-                    grad_weight_VD.addmm_(grad_CV.T, chunk_CD)
-                else:
-                    grad_weight_VD += grad_CV.T @ chunk_CD
+                torch.mm(grad_CV, compute_weight_VD, out=grad_hidden_TD[rows])
+            if need_weight:
+                grad_weight_VD = _accumulate(grad_weight_VD, grad_CV, chunk_CD)
+        if need_weight and grad_weight_VD is None:
+            grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
         # Plain attributes, not saved tensors: the backward pass scales them in place, since a copy of the head's
         # gradient is among the largest tensors of a step.
         ctx.grads, ctx.weight_dtype = (grad_hidden_TD, grad_weight_VD), weight_VD.dtype
@@ -92,6 +109,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return grad_hidden_TD, grad_weight_VD, None, None
 
 
+def _accumulate(total_VD: Tensor | None, grad_CV: Tensor, hidden_CD: Tensor) -> Tensor:
+    """Return the head's gradient in fp32 with one more chunk in it; the first chunk starts it."""
+    if total_VD is None:
+        return (grad_CV.T @ hidden_CD).float()
+    if grad_CV.dtype == torch.float32:
+        return total_VD.addmm_(grad_CV.T, hidden_CD)
+    return total_VD.add_(grad_CV.T @ hidden_CD)
+
+
 def chunked_cross_entropy(hidden_TD: Tensor, head_weight_VD: Tensor, labels_T: Tensor, *, max_bytes: int) -> Tensor:
     """Return the cross-entropy summed over the target tokens, as an fp32 scalar.
 
@@ -103,7 +129,7 @@ def chunked_cross_entropy(hidden_TD: Tensor, head_weight_VD: Tensor, labels_T: T
     """
     targets = labels_T != IGNORE
     picked_TD, labels_T = hidden_TD[targets], labels_T[targets]
-    chunk_tokens = plan_chunk_tokens(head_weight_VD.shape[0], max_bytes)
+    chunk_tokens = plan_chunk_tokens(head_weight_VD.shape[0], max_bytes, hidden_TD.element_size())
     total: Tensor = _ChunkedCrossEntropy.apply(picked_TD, head_weight_VD, labels_T, chunk_tokens)
     return total
 
