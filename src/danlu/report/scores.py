@@ -142,6 +142,9 @@ def _order(key: tuple[str, str]) -> tuple[int, str]:
 
 def _notes(asked: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     notes = [f"Majority: the most frequent answer of each task and language in {asked[-1]['majority_from']}."]
+    marker = asked[-1].get("answer_marker")
+    if marker is not None:
+        notes.append(f"Compared is what follows the last {marker} of an answer; what stands before it is working.")
     if any(one["num_asked"] != one["num_in_file"] for one in asked):
         counts = ", ".join(f"{one['num_asked']} of {one['num_in_file']}" for one in asked)
         notes.append(f"Asked a random sample: {counts} questions.")

@@ -110,7 +110,9 @@ def run_facts(run: Run) -> list[Fact]:
 
 
 def run_charts(run: Run) -> list[Chart]:
-    """Return the charts of a run; one without any value is left out."""
+    """Return the charts of a run; one without any value is left out, and one step makes no curve."""
+    if len(run.steps) < 2:
+        return []
 
     def points(key: str, records: Iterable[Record] = run.steps, scale: float = 1.0) -> list[Point]:
         found = ((record["step"], record.get(key)) for record in records)

@@ -235,6 +235,32 @@ def test_a_run_killed_in_the_middle_of_a_line_still_has_a_report(tmp_path):
     assert "training loss not finite" in page.text
 
 
+def test_one_step_makes_no_curve(tmp_path):
+    """A run of a single step shows its numbers and draws nothing."""
+    write_run(tmp_path, steps=4)
+    lines = (tmp_path / "metrics.jsonl").read_text("utf-8").splitlines()
+    (tmp_path / "metrics.jsonl").write_text(lines[0] + "\n", encoding="utf-8")
+    page = Page(write_report(tmp_path).read_text("utf-8"))
+    assert "tokens seen 1,000" in page.text
+    assert "svg" not in page.tags
+
+
+def test_how_answers_were_compared_is_said(tmp_path):
+    """A marker, a sample and evaluations of different questions are notes under the table."""
+    write_pipeline(tmp_path)
+    result = evaluation(3)
+    result["questions"] |= {"num_asked": 300, "sample_seed": 0, "answer_marker": "=>"}
+    for name in ("before", "after"):
+        (tmp_path / name / "eval.json").write_text(json.dumps(result), encoding="utf-8")
+    text = Page(write_report(tmp_path).read_text("utf-8")).text
+    assert "Compared is what follows the last => of an answer" in text
+    assert "300 of 600" in text
+    assert "did not ask the same" not in text
+    result["questions"]["num_asked"] = 200
+    (tmp_path / "after" / "eval.json").write_text(json.dumps(result), encoding="utf-8")
+    assert "did not ask the same questions" in Page(write_report(tmp_path).read_text("utf-8")).text
+
+
 def test_a_report_replaces_the_older_one(tmp_path):
     """Writing twice leaves one page that shows the newer state, and no temporary file."""
     write_run(tmp_path, steps=8)
