@@ -29,35 +29,18 @@ sys.path.insert(0, str(HERE.parent))
 
 import machine  # noqa: E402
 import report  # noqa: E402
+from environments import peer_python  # noqa: E402
 
 PEERS = {"danlu": "danlu_train.py", "plain": "plain.py", "trainer": "trainer.py", "sft": "sft.py"}
 CASES = ("supervised", "text")
 DTYPES = ("fp32", "bf16")
 
 
-def peer_python(name: str, work: Path) -> Path:
-    """Return the interpreter of a peer, making its environment if need be; danlu runs in this one."""
+def python_of(name: str, work: Path) -> Path:
+    """Return the interpreter of a peer; danlu runs in this one."""
     if name == "danlu":
         return Path(sys.executable)
-    folder = work / "envs" / name
-    python = folder / "bin" / "python"
-    ready = folder / ".ready"
-    requirements = HERE / "requirements" / f"{name}.txt"
-    if ready.exists() and ready.read_text(encoding="utf-8") == requirements.read_text(encoding="utf-8"):
-        return python
-    print(f"making the environment of {name}", file=sys.stderr)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-    torch = next(line for line in requirements.read_text(encoding="utf-8").splitlines() if line.startswith("torch=="))
-    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*install, torch], check=True)  # first, so that nothing else chooses another build
-    subprocess.run([*install, "-c", str(requirements), "-r", str(requirements)], check=True)
-    cuda = subprocess.run(
-        [str(python), "-c", "import torch; print(torch.version.cuda)"], check=True, stdout=-1, text=True
-    )
-    if cuda.stdout.strip() != "None":
-        raise SystemExit(f"{name}: pip chose a CUDA build of torch; point pip at the CPU builds and run again")
-    ready.write_text(requirements.read_text(encoding="utf-8"), encoding="utf-8")
-    return python
+    return peer_python(HERE / "requirements" / f"{name}.txt", work / "envs" / name)
 
 
 @dataclass
@@ -94,7 +77,7 @@ def start(name: str, options: argparse.Namespace, case: str, dtype: str, *, step
     output = options.work / "runs" / f"{name}-{case}-{dtype}{'-first' if first else ''}"
     subprocess.run(["rm", "-rf", str(output)], check=True)
     command = [
-        str(peer_python(name, options.work)), str(HERE / "contestants" / PEERS[name]),
+        str(python_of(name, options.work)), str(HERE / "contestants" / PEERS[name]),
         "--work", str(options.work / "data"),
         "--case", case, "--dtype", dtype, "--steps", str(steps), "--rows-per-step", str(options.rows_per_step),
         "--output", str(output), *(["--first-batch-only"] if first else []),
@@ -219,7 +202,7 @@ def main() -> None:
         [sys.executable, str(HERE / "prepare.py"), str(options.work / "data"), "--rows", str(rows)], check=True
     )
     for name in options.peers:
-        peer_python(name, options.work)
+        python_of(name, options.work)
     if options.envs_only:
         return
     if options.quiet_load:
