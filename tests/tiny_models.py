@@ -22,7 +22,7 @@ GPT = ModelSpec(
 )  # fmt: skip
 
 
-def build(spec: ModelSpec, seed: int = 0, *, spread: float = 10.0) -> Decoder:
+def build(spec: ModelSpec, seed: int = 0, *, spread: float = 1.8) -> Decoder:
     """A model with random weights large enough that attention is far from uniform and biases and norms matter."""
     model = Decoder(spec)
     model.init_weights(seed)

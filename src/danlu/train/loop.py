@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from danlu.base import env
 from danlu.base.errors import UserError
-from danlu.base.host_memory import ask_for_huge_pages, keep_freed_memory
 from danlu.base.log import log, setup_log
 from danlu.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoints, load_tensors, open_checkpoint
 from danlu.config.load import to_toml
