@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from danlu.base import env
 from danlu.base.errors import UserError
+from danlu.base.host_memory import ask_for_huge_pages, keep_freed_memory
 from danlu.base.log import log, setup_log
 from danlu.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoints, load_tensors, open_checkpoint
 from danlu.config.load import to_toml
@@ -101,6 +102,9 @@ def train(config: Config, *, resume: str = "auto") -> TrainResult:
     with open_world(device=config.train.device, timeout_seconds=config.parallel.timeout_seconds) as world:
         if world.device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
+        else:  # before the first large tensor
+            ask_for_huge_pages()
+            keep_freed_memory()
         run = _Run(config, start, sources, held_out, world, data_config=folders[0].manifest.get("config", {}))
         if checkpoint is not None:
             run.restore(checkpoint)
