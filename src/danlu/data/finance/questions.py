@@ -109,7 +109,7 @@ def ask_fee_sum(pool: Sequence[Product], language: str, split: str, dice: Dice, 
 
 
 def ask_threshold(pool: Sequence[Product], language: str, split: str, dice: Dice, turn: int) -> Question | None:
-    """Compare one term with a bound; half of the answers are yes."""
+    """Compare a bound with one term; half of the answers are yes."""
     product = dice.pick(pool)
     stated = [key for key in product.values if key in TWO_DIGIT]
     if not stated:
@@ -117,8 +117,8 @@ def ask_threshold(pool: Sequence[Product], language: str, split: str, dice: Dice
     key = dice.pick(stated)
     more, yes = dice.below(2) == 0, turn % 2 == 0
     distance = dice.between(1, 20)
-    # 'more than bound' is true where the bound lies below the value; 'less than' the other way round.
-    bound = product.values[key] + (-distance if more == yes else distance)
+    # 'more than the term' is true where the bound lies above its value; 'less than' the other way round.
+    bound = product.values[key] + (distance if more == yes else -distance)
     if not TERMS[key].low <= bound <= TERMS[key].high:
         return None
     side = MORE_LESS[language][0 if more else 1]
@@ -135,7 +135,7 @@ def ask_threshold(pool: Sequence[Product], language: str, split: str, dice: Dice
 
 def _compare(one: int, other: int) -> str:
     """Return the working of a comparison."""
-    return f"{one}{'<' if one < other else '>'}{other}"
+    return f"{one}-{other}{'<' if one < other else '>'}0"
 
 
 def ask_interest(pool: Sequence[Product], language: str, split: str, dice: Dice, turn: int) -> Question | None:

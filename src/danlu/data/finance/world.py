@@ -1,6 +1,6 @@
 """The closed fictional world: who sells what on which terms.
 
-A product is an institution, a brand and a kind (account, card, deposit, loan, policy, fund) with two to four of the
+A product is an institution, a brand and a kind (account, card, deposit, loan, policy, fund) with two or three of the
 six terms its kind can have; the terms it leaves out are what 'not stated' questions ask for. Every number is an
 integer: fees and amounts in whole yuan, periods in days, rates in basis points (multiples of 50). Ranges are small on
 purpose. The set must teach a model of a few million weights, from nothing, within minutes, to find a term in a
@@ -145,7 +145,7 @@ BRANDS = tuple(
 )  # fmt: skip
 
 # Of the six terms of a kind, how many an open-book product states at least and at most, and a closed-book one states.
-MIN_TERMS, MAX_TERMS, CLOSED_BOOK_TERMS = 2, 4, 5
+MIN_TERMS, MAX_TERMS, CLOSED_BOOK_TERMS = 2, 3, 5
 NUM_PAIRS = {"validation": 60, "test": 84, "closed": 16}
 
 
