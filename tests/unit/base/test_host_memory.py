@@ -12,7 +12,7 @@ from danlu.base.host_memory import ask_for_huge_pages, keep_freed_memory
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="mallopt is glibc's")
 def test_keeping_is_possible_and_repeatable() -> None:
-    """glibc accepts both switches, as often as it is asked."""
+    """The C library accepts both switches, as often as it is asked."""
     assert keep_freed_memory()
     assert keep_freed_memory()
 
