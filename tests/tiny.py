@@ -25,7 +25,7 @@ from danlu.config.load import load
 from danlu.config.schema import Config
 from danlu.data import shards
 from danlu.data.batch import MicroBatch, stack_rows, to_micro_batch
-from danlu.data.dataset import Rows
+from danlu.data.dataset import PackedDataset, Rows
 from danlu.model.decoder import Decoder
 from danlu.model.presets import PRESETS
 from danlu.objective.cross_entropy import CrossEntropy, Loss
@@ -53,32 +53,40 @@ Document = Sequence[int] | tuple[Sequence[int], Sequence[bool]]
 """Token ids, every one but the first a target; or ids and which of them are targets."""
 
 
-def write_rows(folder: Path, rows: Sequence[Sequence[Document]], *, sequence_length: int = 24) -> Path:
-    """Write rows (lists of documents) as a data set of one shard and return its folder."""
+def write_rows(
+    folder: Path, rows: Sequence[Sequence[Document]], *, sequence_length: int = 24, per_shard: int = 100
+) -> Path:
+    """Write rows (lists of documents) as a data set and return its folder."""
     folder.mkdir(parents=True)
-    packed = []
-    for row in rows:
-        ids: list[int] = []
-        mask: list[bool] = []
-        lengths = []
-        for document in row:
-            tokens, targets = as_document(document)
-            ids += tokens
-            mask += targets
-            lengths.append(len(tokens))
-        packed.append(shards.PackedRow(np.array(ids, "<u2"), np.array(mask, np.bool_), np.array(lengths, "<i4"), 1))
-    content, index = shards.shard_bytes(0, packed)
-    shards.write_file(folder / shards.shard_name(0), content)
-    listed = [{"name": shards.shard_name(0), "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}]
+    packed = [_pack_row(row) for row in rows]
+    listed, pieces = [], []
+    for number, first in enumerate(range(0, len(packed), per_shard)):
+        content, index = shards.shard_bytes(number, packed[first : first + per_shard])
+        shards.write_file(folder / shards.shard_name(number), content)
+        digest = hashlib.sha256(content).hexdigest()
+        listed.append({"name": shards.shard_name(number), "bytes": len(content), "sha256": digest})
+        pieces.append(index)
     manifest = {
         "format_version": 1, "num_rows": len(rows), "sequence_length": sequence_length, "vocab_size": VOCAB,
         "shards": listed, "tokenizer_hash": "t",
         "fingerprint": shards.content_fingerprint(listed, "t", sequence_length),
     }  # fmt: skip
-    shards.write_file(folder / shards.INDEX, shards.npy_bytes(index))
+    shards.write_file(folder / shards.INDEX, shards.npy_bytes(np.concatenate(pieces)))
     shards.write_file(folder / shards.MANIFEST, shards.json_bytes(manifest))
     (folder / "tokenizer").mkdir()  # a run copies it; nothing here opens it
     return folder
+
+
+def _pack_row(row: Sequence[Document]) -> shards.PackedRow:
+    ids: list[int] = []
+    mask: list[bool] = []
+    lengths = []
+    for document in row:
+        tokens, targets = as_document(document)
+        ids += tokens
+        mask += targets
+        lengths.append(len(tokens))
+    return shards.PackedRow(np.array(ids, "<u2"), np.array(mask, np.bool_), np.array(lengths, "<i4"), sum(mask))
 
 
 def random_rows(num_rows: int, *, seed: int, max_documents: int = 3, longest: int = 8) -> list[list[list[int]]]:
@@ -166,3 +174,14 @@ def language_loss(model: nn.Module, batch: MicroBatch) -> Loss:
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of all gradients by parameter name."""
     return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+
+
+def documents_of(folder: Path) -> list[list[int]]:
+    """Return all documents of a data set as lists of ids, in row order."""
+    dataset = PackedDataset(folder)
+    found = []
+    for row in range(len(dataset)):
+        rows = dataset.rows([row])
+        for document in range(int(rows.document_ids_BS.max()) + 1):
+            found.append(rows.tokens_BS[rows.document_ids_BS == document].tolist())
+    return found

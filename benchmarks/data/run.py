@@ -83,7 +83,7 @@ def model_rows_per_second() -> dict[str, float]:
     if not path.exists():
         return {}
     cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
-    return {title: case["peers"]["danlu"]["tokens_per_second"] / ROW for title, case in cases.items()}
+    return {title: statistics.median(case["peers"]["danlu"]["rates"]) / ROW for title, case in cases.items()}
 
 
 def write(folder: Path, results: dict[str, Any]) -> None:

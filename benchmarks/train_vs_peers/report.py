@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 HERE = Path(__file__).parent
@@ -21,19 +22,19 @@ AIM = 1.3
 INTRO = """# danlu's training loop against its peers
 
 Same model (SmolLM2-135M's shape, random weights), same tokenised documents, same batch, dtype, AdamW and clipping;
-every contestant in an environment of its own, all alive at once, taking turns one optimizer step at a time. A step is
-all that a loop does from one update to the next. Rates are medians over the timed steps; memory is the process's
-largest resident set. Peers get rows that are packed ahead of time with restarting positions; SFTTrainer packs by
-itself. bf16 means fp32 parameters and optimizer with bf16 arithmetic (autocast in the peers).
+every contestant in an environment of its own. danlu meets each peer in a heat, in which the two take turns one
+optimizer step at a time. A step is all that a loop does from one update to the next. Rates are medians over the timed
+steps, ratios medians over the rounds of a heat; memory is the process's largest resident set. Peers get rows that are
+packed ahead of time with restarting positions; SFTTrainer packs by itself. bf16 means fp32 parameters and optimizer
+with bf16 arithmetic (autocast in the peers).
 
 Written by `run.py`; do not edit.
 """
 
 
-def best_peer(peers: dict[str, Any], key: str) -> tuple[str, float]:
-    """Return the fastest peer and danlu's rate over its rate."""
-    name = max((name for name in peers if name != "danlu"), key=lambda name: peers[name][key])
-    return name, peers["danlu"][key] / peers[name][key]
+def best_peer(peers: dict[str, Any]) -> str:
+    """Return the peer that danlu leads by least."""
+    return min((name for name in peers if name != "danlu"), key=lambda name: peers[name]["danlu_times"])
 
 
 def headline(results: dict[str, Any]) -> list[str]:
@@ -41,13 +42,14 @@ def headline(results: dict[str, Any]) -> list[str]:
     rows = []
     for title, case in results["cases"].items():
         peers = case["peers"]
-        name, ratio = best_peer(peers, "tokens_per_second")
+        name = best_peer(peers)
+        ratio = peers[name]["danlu_times"]
         smallest = min(peer["peak_rss_gib"] for other, peer in peers.items() if other != "danlu")
         rows.append(
             [
                 title,
-                f"{peers['danlu']['tokens_per_second']:,.0f}",
-                f"{peers[name]['tokens_per_second']:,.0f} ({NAMES[name]})",
+                f"{median(peers['danlu']['rates']):,.0f}",
+                f"{median(peers[name]['rates']):,.0f} ({NAMES[name]})",
                 f"**{ratio:.2f}**" if ratio >= AIM else f"{ratio:.2f}",
                 f"{peers['danlu']['peak_rss_gib']:.2f}",
                 f"{smallest:.2f}",
@@ -66,19 +68,20 @@ def case_lines(title: str, case: dict[str, Any]) -> list[str]:
         rows.append(
             [
                 NAMES[name],
-                f"{peer['tokens_per_second']:,.0f}",
-                f"{peer['valid_tokens_per_second']:,.0f}",
-                f"{peers['danlu']['tokens_per_second'] / peer['tokens_per_second']:.2f}",
-                f"{peer['median_step_seconds']:.2f}",
-                f"{min(peer['step_seconds']):.2f} to {max(peer['step_seconds']):.2f}",
+                f"{median(peer['rates']):,.0f}",
+                f"{median(peer['valid_rates']):,.0f}",
+                f"{peer['danlu_times']:.2f}" if name != "danlu" else "",
+                f"{median(peer['seconds']):.2f}",
+                f"{min(peer['seconds']):.2f} to {max(peer['seconds']):.2f}",
+                f"{median(peer['system_seconds']) / median(peer['cpu_seconds']):.0%}",
                 f"{peer['peak_rss_gib']:.2f}",
                 f"{first[name]['loss']:.5f}",
-                f"{first[name]['grad_norm']:.4f}",
+                f"{first[name]['grad_norm']:.3f}",
             ]
         )
     header = [
-        "", "tokens/s", "valid tokens/s", "danlu is x times", "median step, s", "range, s", "peak RSS, GiB",
-        "first loss", "first gradient norm",
+        "", "tokens/s", "valid tokens/s", "danlu is x times", "median step, s", "range, s", "CPU time in the kernel",
+        "peak RSS, GiB", "first loss", "first gradient norm",
     ]  # fmt: skip
     spread = max(entry["loss"] for entry in first.values()) - min(entry["loss"] for entry in first.values())
     lines = [f"## {CASES[kind]}, {dtype}", "", *machine.table(header, rows), ""]

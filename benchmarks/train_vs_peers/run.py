@@ -3,9 +3,10 @@
     python benchmarks/train_vs_peers/run.py
 
 Run it with an interpreter that has danlu. Each peer gets an environment of its own from its file in ``requirements/``
-(made once, under ``--work``). For each case and dtype all contestants start with the same weights and documents, make
-one step to warm up, and then take turns, one optimizer step at a time (`contestants/clock.py`), with the same number of
-threads: what disturbs the machine disturbs all of them. Reported is the median step of each.
+(made once, under ``--work``). For each case and dtype danlu meets each peer in a heat: both start with the same weights
+and documents, make one step to warm up, and then take turns, one optimizer step at a time (`contestants/clock.py`),
+with the same number of threads, so that what disturbs the machine disturbs both. The ratio is the median over the
+rounds of a heat. (All four at once would be simpler, but do not fit into 24 GiB.)
 
 Results go to ``results.json`` and ``README.md`` beside this file.
 """
@@ -97,22 +98,34 @@ def start(name: str, options: argparse.Namespace, case: str, dtype: str, *, step
 
 
 def measure(options: argparse.Namespace, case: str, dtype: str) -> dict[str, Any]:
-    """Run one case in one dtype and return every contestant's numbers."""
-    steps = 1 + options.rounds
-    running = []
-    for name in options.peers:
-        print(f"{case} {dtype}: {name} warms up", file=sys.stderr)
-        running.append(start(name, options, case, dtype, steps=steps, first=False))
-    for number in range(options.rounds):
-        for contestant in running:
-            contestant.go()
-        times = "  ".join(f"{c.name} {c.steps[-1]['seconds']:.2f}" for c in running)
-        print(f"{case} {dtype}: round {number + 1}: {times}", file=sys.stderr)
-    for contestant in running:
-        contestant.go()
-        contestant.process.wait(timeout=120)
+    """Run one case in one dtype and return every contestant's numbers, danlu's over all its heats."""
     counted = count(options, case)
-    return {c.name: summarise(c, counted) for c in running}
+    ours: list[dict[str, Any]] = []
+    results: dict[str, Any] = {}
+    for peer in [name for name in options.peers if name != "danlu"]:
+        heat = [start(name, options, case, dtype, steps=1 + options.rounds, first=False) for name in ("danlu", peer)]
+        for number in range(options.rounds):
+            for contestant in heat:
+                contestant.go()
+            times = "  ".join(f"{c.name} {c.steps[-1]['seconds']:.2f}" for c in heat)
+            print(f"{case} {dtype}: round {number + 1}: {times}", file=sys.stderr)
+        for contestant in heat:
+            contestant.go()
+            contestant.process.wait(timeout=120)
+        own, other = (summarise(contestant, counted) for contestant in heat)
+        pairs = zip(own["rates"], other["rates"], strict=True)
+        results[peer] = other | {"danlu_times": statistics.median(mine / theirs for mine, theirs in pairs)}
+        ours.append(own)
+    return {"danlu": combine(ours), **results}
+
+
+def combine(heats: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one contestant's numbers over several heats."""
+    joined = dict(heats[0])
+    for key, value in heats[0].items():
+        if isinstance(value, list) and key not in ("losses", "grad_norms"):
+            joined[key] = [entry for heat in heats for entry in heat[key]]
+    return joined | {"peak_rss_gib": max(heat["peak_rss_gib"] for heat in heats)}
 
 
 def count(options: argparse.Namespace, case: str) -> dict[str, list[int]]:
@@ -125,22 +138,18 @@ def count(options: argparse.Namespace, case: str) -> dict[str, list[int]]:
 
 
 def summarise(contestant: Contestant, counted: dict[str, list[int]]) -> dict[str, Any]:
-    """Return rates over the timed steps, from each one's median time per token."""
+    """Return what a contestant did in its timed steps."""
     end, timed = contestant.end, contestant.steps[1:]
     tokens = end.get("tokens", counted["tokens"])[1 : len(timed) + 1]
     targets = end.get("targets", counted["targets"])[1 : len(timed) + 1]
     seconds = [step["seconds"] for step in timed]
-    rates = [number / second for number, second in zip(tokens, seconds, strict=True)]
     return {
-        "tokens_per_second": statistics.median(rates),
-        "valid_tokens_per_second": statistics.median(n / s for n, s in zip(targets, seconds, strict=True)),
-        "median_step_seconds": statistics.median(seconds),
-        "step_seconds": seconds,
+        "rates": [number / second for number, second in zip(tokens, seconds, strict=True)],
+        "valid_rates": [number / second for number, second in zip(targets, seconds, strict=True)],
+        "seconds": seconds,
         "cpu_seconds": [step["cpu_seconds"] for step in timed],
         "system_seconds": [step["system_seconds"] for step in timed],
         "page_faults": [step["page_faults"] for step in timed],
-        "tokens": tokens,
-        "targets": targets,
         "peak_rss_gib": contestant.steps[-1]["peak_rss_bytes"] / 2**30,
         "losses": end["losses"],
         "grad_norms": end["grad_norms"],

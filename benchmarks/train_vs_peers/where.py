@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from danlu.base.host_memory import ask_for_huge_pages, keep_freed_memory
 from danlu.checkpoint.convert import load_decoder
 from danlu.data.batch import stack_rows, to_micro_batch
 from danlu.data.dataset import PackedDataset
@@ -122,6 +123,8 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=["supervised", "text"])
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"])
     options = parser.parse_args()
+    ask_for_huge_pages()  # as `danlu train` does
+    keep_freed_memory()
     found: dict[str, Any] = {}
     for dtype in options.dtypes:
         model = load_decoder(options.work / "model", compute_dtype=DTYPES[dtype])

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import hypothesis
-import numpy as np
 import pytest
 
 from danlu.base import env
 from danlu.config.data_build import DataBuild
-from danlu.data import shards
 from danlu.data.build import build
 from danlu.data.dataset import PackedDataset
 from danlu.data.tokenizer import Tokenizer
 from danlu.data.tokenizer_train import train_tokenizer
+from tiny import write_rows
 
 # A busy machine is slow, not wrong.
 hypothesis.settings.register_profile("danlu", deadline=None)
@@ -44,35 +42,6 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
     return Tokenizer.load(tokenizer_folder)
 
 
-def write_dataset(
-    folder: Path, rows: Sequence[Sequence[Sequence[int]]], *, sequence_length: int = 8, per_shard: int = 100
-) -> Path:
-    """Write rows (lists of documents, lists of ids) with every token but a document's first a target."""
-    folder.mkdir(parents=True)
-    listed, pieces = [], []
-    for number, first in enumerate(range(0, len(rows), per_shard)):
-        packed = []
-        for row in rows[first : first + per_shard]:
-            tokens = np.array([token for document in row for token in document], "<u2")
-            lengths = np.array([len(document) for document in row], "<i4")
-            mask = np.ones(len(tokens), np.bool_)
-            mask[np.cumsum(lengths) - lengths] = False
-            packed.append(shards.PackedRow(tokens, mask, lengths, int(mask.sum())))
-        content, index = shards.shard_bytes(number, packed)
-        shards.write_file(folder / shards.shard_name(number), content)
-        digest = hashlib.sha256(content).hexdigest()
-        listed.append({"name": shards.shard_name(number), "bytes": len(content), "sha256": digest})
-        pieces.append(index)
-    manifest = {
-        "format_version": 1, "num_rows": len(rows), "sequence_length": sequence_length, "vocab_size": 1000,
-        "shards": listed, "fingerprint": shards.content_fingerprint(listed, "t", sequence_length),
-        "tokenizer_hash": "t",
-    }  # fmt: skip
-    shards.write_file(folder / shards.INDEX, shards.npy_bytes(np.concatenate(pieces)))
-    shards.write_file(folder / shards.MANIFEST, shards.json_bytes(manifest))
-    return folder
-
-
 @pytest.fixture
 def numbered(tmp_path: Path) -> Callable[..., PackedDataset]:
     """Makes data sets whose row i holds one document that begins with token ``first + i``."""
@@ -80,7 +49,7 @@ def numbered(tmp_path: Path) -> Callable[..., PackedDataset]:
 
     def make(num_rows: int, *, first: int = 0, **options: Any) -> PackedDataset:
         rows = [[[first + i, 1, 2]] for i in range(num_rows)]
-        return PackedDataset(write_dataset(tmp_path / f"rows-{next(made)}", rows, **options))
+        return PackedDataset(write_rows(tmp_path / f"rows-{next(made)}", rows, sequence_length=8, **options))
 
     return make
 
@@ -99,17 +68,6 @@ def run_build(tmp_path: Path, tokenizer_folder: Path) -> Callable[..., dict[str,
         return build(DataBuild(inputs=inputs, output=str(tmp_path / output), **settings), progress=False)
 
     return run
-
-
-def documents_of(folder: Path) -> list[list[int]]:
-    """Return all documents of a data set as lists of ids, in row order."""
-    dataset = PackedDataset(folder)
-    found = []
-    for row in range(len(dataset)):
-        rows = dataset.rows([row])
-        for document in range(int(rows.document_ids_BS.max()) + 1):
-            found.append(rows.tokens_BS[rows.document_ids_BS == document].tolist())
-    return found
 
 
 @pytest.fixture(scope="session")

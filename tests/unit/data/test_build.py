@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import documents_of
 from danlu.base.errors import UserError
 from danlu.config.data_build import DataBuild
 from danlu.data.build import build
 from danlu.data.dataset import PackedDataset
 from danlu.data.tokenizer import Tokenizer
+from tiny import documents_of
 
 Run = Callable[..., dict[str, Any]]
 

@@ -10,11 +10,11 @@ Files: `dice` (draws that are the same everywhere), `world` (products and their 
 Tasks: ``lookup`` reads a term, ``fee_sum`` adds two or three fees, ``threshold`` compares a term with a bound (half
 yes, half no), ``interest`` computes simple interest, ``clause_comparison`` names the better of two products,
 ``not_stated`` asks for terms that half of its passages leave out, ``closed_lookup`` asks without a passage for facts
-that only documents state. ``term_list`` is in the training split only: it teaches finding a term, several times a row.
+that only documents state.
 
-Answers are short. One that needs computing shows its working before the marker ``=>``, and only what follows is
-compared. Chance matters as much as the majority baseline: naming either product is right half of the time in
-``clause_comparison``, although no single answer is frequent there.
+Answers are short and show their working before the marker ``=>``; only what follows it is compared. Chance matters as
+much as the majority baseline: naming either product is right half of the time in ``clause_comparison``, although no
+single answer is frequent there.
 """
 
 from danlu.data.finance.build import write_finance

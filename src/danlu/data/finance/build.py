@@ -26,15 +26,13 @@ from typing import Any
 from danlu.base.errors import RunError, UserError
 from danlu.data.answers import normalize_answer
 from danlu.data.finance.dice import Dice
-from danlu.data.finance.questions import OPEN_BOOK_TASKS, TRAINING_TASKS, Ask, Question, ask_closed_book, write_document
+from danlu.data.finance.questions import OPEN_BOOK_TASKS, Ask, Question, ask_closed_book, write_document
 from danlu.data.finance.templates import QUESTIONS
 from danlu.data.finance.world import LANGUAGES, SPLITS, World, build_world
 
 FORMAT_VERSION = 1
 # Of a closed-book product's terms, how many the test and the validation questions take; training asks for the others.
 NUM_HELD_OUT_FACETS = {"test": 2, "validation": 1}
-# How many `term_list` rows train has for each question of another task.
-LISTS_PER_TASK = 2
 # Draws per wanted question before the world is called too small.
 MAX_DRAWS = 40
 
@@ -74,8 +72,7 @@ def write_finance(
     Args:
         out: folder, made if missing; files of an earlier build are replaced.
         seed: names the world and every draw.
-        train: open-book questions in train, shared equally by tasks and languages; closed-book ones and
-            the lists of terms, which are for training only, come on top.
+        train: open-book questions in train, shared equally by tasks and languages; closed-book ones come on top.
         validation: the same for validation.
         test: the same for test.
         documents: documents about the closed-book products, half in each language.
@@ -138,8 +135,6 @@ def _build_split(world: World, seed: int, split: str, size: int) -> list[Row]:
     for language in LANGUAGES:
         for task, ask in OPEN_BOOK_TASKS.items():
             rows += _draw(world, seed, split, (task, ask, language), per_stratum, seen)
-        for task, ask in TRAINING_TASKS.items() if split == "train" else ():
-            rows += _draw(world, seed, split, (task, ask, language), LISTS_PER_TASK * per_stratum, seen)
     rows += _closed_book(world, split)
     return Dice(seed, f"{split}/order").shuffled(rows)
 

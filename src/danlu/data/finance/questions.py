@@ -5,8 +5,9 @@ caller draws again. ``turn`` counts the accepted questions of a task, language a
 (yes and no, the position of the better product) is read off it and not left to chance. ``content`` names the facts and
 the thing asked, independent of wording and language; two questions with equal content are the same question.
 
-An answer that needs computing shows its working before it: ``7+3=>10 yuan``. A small model can learn each step of that;
-the final answer alone would have to come out of one forward pass. What counts is the text behind the marker.
+An answer shows its working first: ``transfer fee 7+renewal fee 3=>10 yuan``. Each step of it copies or computes one
+thing from what stands close by, which a small model can learn; the final answer alone would have to come out of one
+forward pass. What counts is the text behind the marker.
 
 Interest is simple: ``principal * rate * years / 10000`` with the rate in basis points. Principals are multiples of
 1000 yuan and rates multiples of 50, so the result is a whole number of yuan and no rounding rule is needed.
@@ -26,12 +27,14 @@ from danlu.data.finance.world import (
     TERMS,
     TWO_DIGIT,
     Product,
+    format_clause,
     format_comparison,
     format_passage,
-    format_terms,
     format_value,
 )
 
+# How far a bound lies from the value it is compared with, in steps of the term.
+MAX_STEPS_APART = 6
 # Between the working and the answer; evaluation compares what stands behind it.
 ANSWER_MARKER = "=>"
 
@@ -50,7 +53,9 @@ class Question:
         return self.completion.rpartition(ANSWER_MARKER)[2]
 
 
-def _ask(products: Sequence[Product], language: str, question: str, answer: str, content: str) -> Question:
+def _ask(
+    products: Sequence[Product], language: str, question: str, working: str, answer: str, content: str
+) -> Question:
     passage = (
         format_passage(products[0], language)
         if len(products) == 1
@@ -58,7 +63,7 @@ def _ask(products: Sequence[Product], language: str, question: str, answer: str,
     )
     return Question(
         prompt=f"{passage}\n{question}\n",
-        completion=answer,
+        completion=working + ANSWER_MARKER + answer,
         content="/".join([*sorted(product.key for product in products), content]),
     )
 
@@ -74,7 +79,8 @@ def ask_lookup(pool: Sequence[Product], language: str, split: str, dice: Dice, t
     question = _wording("lookup", language, split, dice).format(
         term=TERMS[key].name.of(language), name=product.name(language)
     )
-    return _ask([product], language, question, format_value(key, value, language), f"term/{key}")
+    working = format_clause(key, value, language)
+    return _ask([product], language, question, working, format_value(key, value, language), f"term/{key}")
 
 
 def ask_not_stated(pool: Sequence[Product], language: str, split: str, dice: Dice, turn: int) -> Question | None:
@@ -86,7 +92,7 @@ def ask_not_stated(pool: Sequence[Product], language: str, split: str, dice: Dic
     question = _wording("lookup", language, split, dice).format(
         term=TERMS[key].name.of(language), name=product.name(language)
     )
-    return _ask([product], language, question, NOT_STATED[language], f"term/{key}")
+    return _ask([product], language, question, TERMS[key].name.of(language), NOT_STATED[language], f"term/{key}")
 
 
 def ask_fee_sum(pool: Sequence[Product], language: str, split: str, dice: Dice, turn: int) -> Question | None:
@@ -103,9 +109,14 @@ def ask_fee_sum(pool: Sequence[Product], language: str, split: str, dice: Dice, 
     else:
         fees = "".join(f"「{name}」" for name in names)
     question = _wording("fee_sum", language, split, dice).format(fees=fees, name=product.name(language))
-    values = [product.values[key] for key in keys]
-    answer = "+".join(map(str, values)) + ANSWER_MARKER + format_value(keys[0], sum(values), language)
-    return _ask([product], language, question, answer, "sum/" + "+".join(sorted(keys)))
+    working, total = format_clause(keys[0], product.values[keys[0]], language), product.values[keys[0]]
+    for number, key in enumerate(keys[1:], start=1):
+        working += "+" + format_clause(key, product.values[key], language)
+        total += product.values[key]
+        if number < count - 1:  # three fees are added two at a time
+            working += f"={total}"
+    answer = format_value(keys[0], total, language)
+    return _ask([product], language, question, working, answer, "sum/" + "+".join(sorted(keys)))
 
 
 def ask_threshold(pool: Sequence[Product], language: str, split: str, dice: Dice, turn: int) -> Question | None:
@@ -116,12 +127,14 @@ def ask_threshold(pool: Sequence[Product], language: str, split: str, dice: Dice
         return None
     key = dice.pick(stated)
     more, yes = dice.below(2) == 0, turn % 2 == 0
-    distance = dice.between(1, 20)
+    distance = dice.between(TERMS[key].step, MAX_STEPS_APART * TERMS[key].step, TERMS[key].step)
     # 'more than the term' is true where the bound lies above its value; 'less than' the other way round.
     bound = product.values[key] + (distance if more == yes else -distance)
     if not TERMS[key].low <= bound <= TERMS[key].high:
         return None
+    value = product.values[key]
     side = MORE_LESS[language][0 if more else 1]
+    actual = MORE_LESS[language][0 if bound > value else 1]
     question = _wording("threshold", language, split, dice).format(
         term=TERMS[key].name.of(language),
         name=product.name(language),
@@ -129,13 +142,10 @@ def ask_threshold(pool: Sequence[Product], language: str, split: str, dice: Dice
         bound=format_value(key, bound, language),
     )
     content = f"threshold/{key}/{'more' if more else 'less'}/{bound}"
-    answer = _compare(product.values[key], bound) + ANSWER_MARKER + YES_NO[language][0 if yes else 1]
-    return _ask([product], language, question, answer, content)
-
-
-def _compare(one: int, other: int) -> str:
-    """Return the working of a comparison."""
-    return f"{one}-{other}{'<' if one < other else '>'}0"
+    # The working says how the two relate in the words of the question: yes, if they are the words that it used.
+    relation = f", {bound} {actual} {value}" if language == "en" else f"，{bound}{actual}{value}"
+    working = format_clause(key, value, language) + relation
+    return _ask([product], language, question, working, YES_NO[language][0 if yes else 1], content)
 
 
 def ask_interest(pool: Sequence[Product], language: str, split: str, dice: Dice, turn: int) -> Question | None:
@@ -147,8 +157,8 @@ def ask_interest(pool: Sequence[Product], language: str, split: str, dice: Dice,
     question = _wording("interest", language, split, dice).format(
         principal=principal, years=years, name=product.name(language)
     )
-    answer = f"{yearly}*{years}{ANSWER_MARKER}{yearly * years}" + (" yuan" if language == "en" else "元")
-    return _ask([product], language, question, answer, f"interest/{principal}/{years}")
+    answer = f"{yearly * years} yuan" if language == "en" else f"{yearly * years}元"
+    return _ask([product], language, question, f"{yearly}*{years}", answer, f"interest/{principal}/{years}")
 
 
 def ask_clause_comparison(pool: Sequence[Product], language: str, split: str, dice: Dice, turn: int) -> Question | None:
@@ -165,27 +175,22 @@ def ask_clause_comparison(pool: Sequence[Product], language: str, split: str, di
     # Over four turns the winner takes each place in the sheet and in the question once.
     sheet = [winner, other] if turn % 2 == 0 else [other, winner]
     asked = [winner, other] if turn // 2 % 2 == 0 else [other, winner]
+    side = SIDES[TERMS[key].unit.en][language][0 if greater else 1]
     question = _wording("clause_comparison", language, split, dice).format(
-        side=SIDES[TERMS[key].unit.en][language][0 if greater else 1],
+        side=side,
         term=TERMS[key].name.of(language),
         first=asked[0].name(language),
         second=asked[1].name(language),
     )
     content = f"compare/{key}/{'greater' if greater else 'smaller'}"
-    one, two = (product.values[key] for product in sheet)
-    answer = _compare(one, two) + ANSWER_MARKER + winner.name(language)
-    return _ask(sheet, language, question, answer, content)
+    return _ask(sheet, language, question, _compare(sheet, key, winner, side, language), winner.name(language), content)
 
 
-def ask_term_list(pool: Sequence[Product], language: str, split: str, dice: Dice, turn: int) -> Question | None:
-    """State all terms of a passage in the order asked (training only)."""
-    product = dice.pick(pool)
-    terms = dice.shuffled(product.terms)
-    names = [TERMS[key].name.of(language) for key, _ in terms]
-    listed = ", ".join(names) if language == "en" else "".join(f"「{name}」" for name in names)
-    question = _wording("term_list", language, split, dice).format(terms=listed, name=product.name(language))
-    answer = format_terms(terms, language)
-    return _ask([product], language, question, answer, "list/" + "+".join(key for key, _ in terms))
+def _compare(sheet: Sequence[Product], key: str, winner: Product, side: str, language: str) -> str:
+    """Return the working of a comparison: the term, each value with its product's name, the value that wins."""
+    gap, joint = (" ", ", ") if language == "en" else ("", "，")
+    named = [f"{product.values[key]}{gap}{product.name(language)}" for product in sheet]
+    return joint.join([format_clause(key, named[0], language), named[1], f"{side}{gap}{winner.values[key]}"])
 
 
 Ask = Callable[[Sequence[Product], str, str, Dice, int], Question | None]
@@ -198,15 +203,14 @@ OPEN_BOOK_TASKS: dict[str, Ask] = {
     "clause_comparison": ask_clause_comparison,
     "not_stated": ask_not_stated,
 }
-# One answer holds as many look-ups as a passage has terms: what teaches a fresh model to find a term, and only that.
-TRAINING_TASKS: dict[str, Ask] = {"term_list": ask_term_list}
 
 
 def ask_closed_book(product: Product, key: str, wording: str, language: str) -> Question:
     """Ask for one term of a product without its passage."""
     question = wording.format(term=TERMS[key].name.of(language), name=product.name(language))
-    answer = format_value(key, product.values[key], language)
-    return Question(prompt=f"{question}\n", completion=answer, content=f"closed/{product.key}/term/{key}")
+    value = product.values[key]
+    completion = format_clause(key, value, language) + ANSWER_MARKER + format_value(key, value, language)
+    return Question(prompt=f"{question}\n", completion=completion, content=f"closed/{product.key}/term/{key}")
 
 
 def write_document(product: Product, language: str, dice: Dice) -> str:

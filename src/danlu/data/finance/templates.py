@@ -4,9 +4,10 @@ Every wording belongs to one split. A test question is therefore put in words th
 each single word occurs in training: what is tested is reading, not a new vocabulary. 'not_stated' borrows the wordings
 of 'lookup' to the letter, so the form of a question never tells whether its answer is stated.
 
-Chinese names and terms stand in corner brackets and English terms keep their two words together. Both give a byte-pair
-tokenizer the same pieces in passage and question. The term that is asked for stands last where the language allows it:
-a small model finds it sooner when it is near the place where the answer begins.
+Chinese names, and Chinese terms in questions and documents, stand in corner brackets and English terms keep their two
+words together. Both give a byte-pair tokenizer the same pieces in passage and question. The term that is asked for
+stands last where the language allows it: a small model finds it sooner when it is near the place where the answer
+begins.
 """
 
 from __future__ import annotations
@@ -183,18 +184,6 @@ QUESTIONS: dict[str, dict[str, Wordings]] = {
             ),
         },
     },
-    "term_list": {
-        "en": {
-            "train": ("State {terms}.", "Of {name}, state {terms}.", "Please list {terms}."),
-            "validation": (),
-            "test": (),
-        },
-        "zh": {
-            "train": ("请写出{terms}。", "请写出「{name}」的{terms}。", "请列出{terms}。"),
-            "validation": (),
-            "test": (),
-        },
-    },
     "closed_lookup": {
         "en": {
             "train": (
@@ -226,7 +215,7 @@ QUESTIONS: dict[str, dict[str, Wordings]] = {
 # What a document says of one term of one product.
 STATEMENTS: dict[str, tuple[str, ...]] = {
     "en": (
-        "The {term} of {name} is {value}.",
+        "For {name}, the {term} is {value}.",
         "{name} has the {term} {value}.",
         "At {name}, the {term} is {value}.",
         "{name}: the {term} is {value}.",

@@ -2,9 +2,9 @@
 
 A product is an institution, a brand and a kind (account, card, deposit, loan, policy, fund) with two or three of the
 six terms its kind can have; the terms it leaves out are what 'not stated' questions ask for. Every number is an
-integer: fees and amounts in whole yuan, periods in days, rates in basis points (multiples of 50). Ranges are small on
-purpose. The set must teach a model of a few million weights, from nothing, within minutes, to find a term in a
-passage, add, compare and multiply; wider ranges would test patience and not danlu.
+integer: fees and amounts in whole yuan, periods in days, rates in basis points (multiples of 50). Ranges are small and
+steps coarse on purpose. The set must teach a model of a few million weights, from nothing, within minutes, to find a
+term in a passage, add, compare and multiply; wider ranges would test patience and not danlu.
 
 Splits are made here, once, on names: a pair (institution, brand) belongs to exactly one of train, validation, test and
 closed, with all its products. The single words of a name occur in every split, so a model has seen each word but never
@@ -89,11 +89,11 @@ def _fee(en: str, zh: str) -> Term:
 
 
 def _amount(en: str, zh: str) -> Term:
-    return Term(name=Text(en=en, zh=zh), unit=YUAN, low=10, high=99)
+    return Term(name=Text(en=en, zh=zh), unit=YUAN, low=10, high=95, step=5)
 
 
 def _period(en: str, zh: str) -> Term:
-    return Term(name=Text(en=en, zh=zh), unit=DAYS, low=10, high=99)
+    return Term(name=Text(en=en, zh=zh), unit=DAYS, low=10, high=95, step=5)
 
 
 TERMS: dict[str, Term] = {
@@ -193,12 +193,15 @@ def format_value(key: str, value: int, language: str) -> str:
     return f"{value} {unit}" if language == "en" else f"{value}{unit}"
 
 
+def format_clause(key: str, value: int | str, language: str) -> str:
+    """Return term ``key`` with its value as passages, and the working of answers, write the two together."""
+    return f"{TERMS[key].name.of(language)}{' ' if language == 'en' else ''}{value}"
+
+
 def format_terms(terms: Iterable[tuple[str, int]], language: str) -> str:
     """Return ``terms`` as a passage states them."""
-    between, joint = (" ", "; ") if language == "en" else ("：", "；")
-    return joint.join(
-        f"{TERMS[key].name.of(language)}{between}{format_value(key, value, language)}" for key, value in terms
-    )
+    joint = "; " if language == "en" else "；"
+    return joint.join(format_clause(key, format_value(key, value, language), language) for key, value in terms)
 
 
 def format_passage(product: Product, language: str) -> str:
@@ -215,13 +218,13 @@ def format_comparison(first: Product, second: Product, language: str) -> str:
     A clause that only one of them states shows a dash for the other.
     """
     kind = KINDS[first.kind][0].of(language)
-    between, joint = (" ", "; ") if language == "en" else ("：", "；")
+    joint = "; " if language == "en" else "；"
     clauses = []
     for key in dict.fromkeys([*first.values, *second.values]):
         one, other = (product.values.get(key, "-") for product in (first, second))
         unit = TERMS[key].unit.of(language)
         both = f"{one} | {other} {unit}" if language == "en" else f"{one}|{other}{unit}"
-        clauses.append(TERMS[key].name.of(language) + between + both)
+        clauses.append(format_clause(key, both, language))
     if language == "en":
         return f"{first.name('en')} | {second.name('en')} {kind}: {joint.join(clauses)}."
     return f"「{first.name('zh')}」|「{second.name('zh')}」{kind}：{joint.join(clauses)}。"
