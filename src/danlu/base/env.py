@@ -19,8 +19,8 @@ def get(name: str, default: str | None = None) -> str | None:
 
 
 def set_default(name: str, value: str) -> None:
-    """Set ``name`` for this process and its children unless the user has set it."""
-    os.environ.setdefault(name, value)
+    """Set ``name`` for this process and its children unless the user has set it (to more than nothing)."""
+    os.environ[name] = get(name) or value
 
 
 def _number(name: str, default: int) -> int:

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from danlu.base.errors import UserError
+from danlu.base.folders import make_folder
 
 MAX_SHARD_BYTES = 5 * 2**30
 """Default size limit of one safetensors file."""
@@ -122,7 +123,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None], *, overwrite: bool 
     folder = folder.absolute()
     part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    part.mkdir(parents=True)
+    make_folder(part)
     try:
         fill(part)
         for file in part.iterdir():  # safetensors writes files only their owner can read; the folder knows the umask

@@ -30,6 +30,7 @@ import numpy as np
 
 from danlu.base import env
 from danlu.base.errors import RunError, UserError
+from danlu.base.folders import make_folder
 from danlu.base.log import log
 from danlu.config.data_build import DataBuild
 from danlu.data import shards
@@ -97,9 +98,7 @@ def _own_files(folder: Path) -> list[Path]:
 
 def _claim(folder: Path) -> None:
     """Make the folder; refuse one that holds anything but an earlier build."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError("is a file, not a folder", where="output", seen=folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     if not any((folder / name).exists() for name in (shards.MANIFEST, _STATE, _LOCK)) and any(folder.iterdir()):
         raise UserError("folder holds other files", where="output", seen=folder, legal="a new or empty folder")
 

@@ -16,6 +16,7 @@ from typing import Any
 import tokenizers
 
 from danlu.base.errors import UserError
+from danlu.base.folders import make_folder
 from danlu.base.log import log
 from danlu.config.data_build import TokenizerTrain
 from danlu.data.sources import Chunk, find_files, parse_chunk, read_chunks
@@ -112,6 +113,7 @@ def train_tokenizer(
         raise UserError(
             "vocabulary is too small", where="vocab_size", seen=vocab_size, legal=f"at least {256 + len(specials)}"
         )
+    make_folder(folder)
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=not whole_numbers), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -134,7 +136,6 @@ def train_tokenizer(
     )
     if chat:
         wrapped.chat_template = CHATML
-    folder.mkdir(parents=True, exist_ok=True)
     wrapped.save_pretrained(str(folder))
     return Tokenizer.load(folder)
 

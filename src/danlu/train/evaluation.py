@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from danlu.base.errors import UserError
+from danlu.base.folders import check_output_file
 from danlu.base.log import log
 from danlu.config.stages import EvalOptions
 from danlu.data.dataset import PackedDataset
@@ -63,6 +64,8 @@ def evaluate(options: EvalOptions, output: Path | None = None) -> dict[str, Any]
     check_options(options)
     if output is None and is_run(Path(options.model)):
         output = Path(options.model) / "eval.json"
+    if output is not None:
+        check_output_file(output)
     sources = [PackedDataset(folder) for folder in options.data]
     with open_world(device=options.device) as world:
         opened = load_model(options.model, dtype=options.dtype, device=options.device)
@@ -72,7 +75,6 @@ def evaluate(options: EvalOptions, output: Path | None = None) -> dict[str, Any]
         if options.questions is not None:
             result["questions"] = _ask_questions(opened, Path(options.questions), world, options, output)
         if output is not None and world.rank == 0:
-            output.parent.mkdir(parents=True, exist_ok=True)
             output.write_text(json.dumps(result, ensure_ascii=False, indent=2, allow_nan=False) + "\n", "utf-8")
             log.info("saved %s", output)
     return result
@@ -150,7 +152,6 @@ def _ask_questions(
         **grade(asked, answers, majority, marker),
     }
     if output is not None and world.rank == 0:
-        output.parent.mkdir(parents=True, exist_ok=True)
         _write_predictions(output.with_name("predictions.jsonl"), asked, answers, marker)
     return result
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from danlu.base import env
 from danlu.base.errors import UserError
+from danlu.base.folders import make_folder
 from danlu.base.host_memory import ask_for_huge_pages, keep_freed_memory
 from danlu.base.log import log, setup_log
 from danlu.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoints, load_tensors, open_checkpoint
@@ -92,7 +93,7 @@ def train(config: Config, *, resume: str = "auto") -> TrainResult:
     if checkpoint is not None:
         check_same_run(checkpoint, config, start, sources)
     if env.ranks().rank == 0:
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        make_folder(folder / "checkpoints", where="train.output")
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
         text = json.dumps(describe_environment(), indent=2)
         (folder / "environment.json").write_text(text, encoding="utf-8")

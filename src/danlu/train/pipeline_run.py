@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from danlu.base.errors import RunError, UserError
+from danlu.base.folders import make_folder
 from danlu.base.log import log, setup_log
 from danlu.config.data_build import DataBuild, TokenizerTrain
 from danlu.config.load import to_toml
@@ -132,7 +133,7 @@ def run_pipeline(pipeline: Pipeline) -> Path:
     """
     planned = plan_pipeline(pipeline)
     output = Path(pipeline.output)
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output)
     with _locked(output):
         state = _State(output, pipeline)
         keys: dict[str, str] = {}
@@ -153,7 +154,7 @@ def run_pipeline(pipeline: Pipeline) -> Path:
 def _run_stage(stage: Stage, folder: Path, options: Section, key: str, state: _State) -> None:
     state.set(stage, folder, key, status="running")
     began = time.monotonic()
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     try:
         result = RUNNERS[stage.kind].run(options, folder, stage)
     except BaseException:

@@ -53,3 +53,12 @@ def test_the_cache_folder_follows_its_variable(monkeypatch: pytest.MonkeyPatch, 
     assert env.cache_folder() == Path.home() / ".cache" / "danlu"
     monkeypatch.setenv("DANLU_CACHE", str(tmp_path))
     assert env.cache_folder() == tmp_path
+
+
+def test_a_default_fills_what_is_unset_or_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``OMP_NUM_THREADS=`` in a shell sets nothing, so it counts as unset; what the user chose stays."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    env.set_default("OMP_NUM_THREADS", "1")
+    assert env.get("OMP_NUM_THREADS") == "1"
+    env.set_default("OMP_NUM_THREADS", "2")
+    assert env.get("OMP_NUM_THREADS") == "1"

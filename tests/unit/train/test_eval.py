@@ -177,3 +177,11 @@ def test_only_what_follows_the_marker_counts() -> None:
     assert grade(asked, answers, {(None, None): "7 yuan"})["all"]["strict"]["correct"] == 0
     wrong = [Answer("3 + 4 => 6 yuan", "stop"), Answer("1 / 2 => no", "stop")]
     assert grade(asked, wrong, {(None, None): "7 yuan"}, "=>")["all"]["strict"]["correct"] == 0
+
+
+def test_an_output_that_cannot_be_written_is_refused_first(question_file: Path, tmp_path: Path) -> None:
+    """The place of the result is looked at before the model is even opened."""
+    with pytest.raises(UserError, match="is a folder, not a file"):
+        ask(tmp_path / "no model", question_file, tmp_path)
+    with pytest.raises(UserError, match="is a file, not a folder"):
+        ask(tmp_path / "no model", question_file, question_file / "eval.json")

@@ -8,12 +8,12 @@ Files: `dice` (draws that are the same everywhere), `world` (products and their 
 `questions` (one function a task), `build` (splits, checks, files, manifest).
 
 Tasks: ``lookup`` reads a term, ``fee_sum`` adds two or three fees, ``threshold`` compares a term with a bound (half
-yes, half no), ``interest`` computes simple interest, ``clause_comparison`` names the better of two products,
+yes, half no), ``interest`` computes simple interest, ``clause_comparison`` names the better of two institutions,
 ``not_stated`` asks for terms that half of its passages leave out, ``closed_lookup`` asks without a passage for facts
 that only documents state.
 
 Answers are short and show their working before the marker ``=>``; only what follows it is compared. Chance matters as
-much as the majority baseline: naming either product is right half of the time in ``clause_comparison``, although no
+much as the majority baseline: naming either institution is right half of the time in ``clause_comparison``, although no
 single answer is frequent there.
 """
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from danlu.base.errors import RunError, UserError
+from danlu.base.folders import make_folder
 from danlu.data.answers import normalize_answer
 from danlu.data.finance.dice import Dice
 from danlu.data.finance.questions import OPEN_BOOK_TASKS, Ask, Question, ask_closed_book, write_document
@@ -95,7 +96,7 @@ def write_finance(
         split: [row.to_json(f"{split}-{index:06d}") for index, row in enumerate(rows[split])] for split in SPLITS
     }
     files["documents"] = _build_documents(world, seed, documents)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     manifest: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "seed": seed,

@@ -5,9 +5,9 @@ caller draws again. ``turn`` counts the accepted questions of a task, language a
 (yes and no, the position of the better product) is read off it and not left to chance. ``content`` names the facts and
 the thing asked, independent of wording and language; two questions with equal content are the same question.
 
-An answer shows its working first: ``transfer fee 7+renewal fee 3=>10 yuan``. Each step of it copies or computes one
-thing from what stands close by, which a small model can learn; the final answer alone would have to come out of one
-forward pass. What counts is the text behind the marker.
+An answer shows its working first: ``transfer fee 7+renewal price 3=10=>10 yuan``. Each step of it copies or
+computes one thing from what stands close by, which a small model can learn; the final answer alone would have to come
+out of one forward pass. What counts is the text behind the marker.
 
 Interest is simple: ``principal * rate * years / 10000`` with the rate in basis points. Principals are multiples of
 1000 yuan and rates multiples of 50, so the result is a whole number of yuan and no rounding rule is needed.
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from danlu.data.finance.dice import Dice
 from danlu.data.finance.templates import MORE_LESS, NOT_STATED, QUESTIONS, SIDES, STATEMENTS, YES_NO
 from danlu.data.finance.world import (
+    COLUMNS,
     FEES,
     KINDS,
     RATED_KINDS,
@@ -79,8 +80,8 @@ def ask_lookup(pool: Sequence[Product], language: str, split: str, dice: Dice, t
     question = _wording("lookup", language, split, dice).format(
         term=TERMS[key].name.of(language), name=product.name(language)
     )
-    working = format_clause(key, value, language)
-    return _ask([product], language, question, working, format_value(key, value, language), f"term/{key}")
+    stated = format_value(key, value, language)
+    return _ask([product], language, question, format_clause(key, stated, language), stated, f"term/{key}")
 
 
 def ask_not_stated(pool: Sequence[Product], language: str, split: str, dice: Dice, turn: int) -> Question | None:
@@ -99,7 +100,7 @@ def ask_fee_sum(pool: Sequence[Product], language: str, split: str, dice: Dice, 
     """Add two or three fees of one product."""
     product = dice.pick(pool)
     stated = [key for key in product.values if key in FEES]
-    count = 3 if turn % 4 == 3 else 2
+    count = 3 if turn % 3 == 2 else 2
     if len(stated) < count:
         return None
     keys = dice.sample(stated, count)
@@ -110,11 +111,9 @@ def ask_fee_sum(pool: Sequence[Product], language: str, split: str, dice: Dice, 
         fees = "".join(f"「{name}」" for name in names)
     question = _wording("fee_sum", language, split, dice).format(fees=fees, name=product.name(language))
     working, total = format_clause(keys[0], product.values[keys[0]], language), product.values[keys[0]]
-    for number, key in enumerate(keys[1:], start=1):
-        working += "+" + format_clause(key, product.values[key], language)
+    for key in keys[1:]:
         total += product.values[key]
-        if number < count - 1:  # three fees are added two at a time
-            working += f"={total}"
+        working += f"+{format_clause(key, product.values[key], language)}={total}"
     answer = format_value(keys[0], total, language)
     return _ask([product], language, question, working, answer, "sum/" + "+".join(sorted(keys)))
 
@@ -134,7 +133,6 @@ def ask_threshold(pool: Sequence[Product], language: str, split: str, dice: Dice
         return None
     value = product.values[key]
     side = MORE_LESS[language][0 if more else 1]
-    actual = MORE_LESS[language][0 if bound > value else 1]
     question = _wording("threshold", language, split, dice).format(
         term=TERMS[key].name.of(language),
         name=product.name(language),
@@ -142,9 +140,10 @@ def ask_threshold(pool: Sequence[Product], language: str, split: str, dice: Dice
         bound=format_value(key, bound, language),
     )
     content = f"threshold/{key}/{'more' if more else 'less'}/{bound}"
-    # The working says how the two relate in the words of the question: yes, if they are the words that it used.
-    relation = f", {bound} {actual} {value}" if language == "en" else f"，{bound}{actual}{value}"
-    working = format_clause(key, value, language) + relation
+    # The claim in numbers, then how the numbers relate: whether the two agree is the answer.
+    relation = f"{bound}{'>' if bound > value else '<'}{value}"
+    claim = f", {bound} {side} {value}: " if language == "en" else f"，{bound}{side}{value}："
+    working = format_clause(key, value, language) + claim + relation
     return _ask([product], language, question, working, YES_NO[language][0 if yes else 1], content)
 
 
@@ -158,15 +157,16 @@ def ask_interest(pool: Sequence[Product], language: str, split: str, dice: Dice,
         principal=principal, years=years, name=product.name(language)
     )
     answer = f"{yearly * years} yuan" if language == "en" else f"{yearly * years}元"
-    return _ask([product], language, question, f"{yearly}*{years}", answer, f"interest/{principal}/{years}")
+    working = f"{yearly}*{years}={yearly * years}"
+    return _ask([product], language, question, working, answer, f"interest/{principal}/{years}")
 
 
 def ask_clause_comparison(pool: Sequence[Product], language: str, split: str, dice: Dice, turn: int) -> Question | None:
-    """Name the product with the greater or smaller value of a shared term; each position wins half of the time."""
+    """Name the institution with the greater or smaller value of a shared term; each place wins half of the time."""
     kind = dice.pick(tuple(KINDS))
     first, second = dice.sample([product for product in pool if product.kind == kind], 2)
     shared = [key for key in first.values if key in second.values and first.values[key] != second.values[key]]
-    if not shared:
+    if not shared or first.institution == second.institution:
         return None
     key = dice.pick(shared)
     greater = dice.below(2) == 0
@@ -183,14 +183,18 @@ def ask_clause_comparison(pool: Sequence[Product], language: str, split: str, di
         second=asked[1].name(language),
     )
     content = f"compare/{key}/{'greater' if greater else 'smaller'}"
-    return _ask(sheet, language, question, _compare(sheet, key, winner, side, language), winner.name(language), content)
+    working = _compare(sheet, key, winner, side, language)
+    return _ask(sheet, language, question, working, winner.institution_name(language), content)
 
 
 def _compare(sheet: Sequence[Product], key: str, winner: Product, side: str, language: str) -> str:
-    """Return the working of a comparison: the term, each value with its product's name, the value that wins."""
-    gap, joint = (" ", ", ") if language == "en" else ("", "，")
-    named = [f"{product.values[key]}{gap}{product.name(language)}" for product in sheet]
-    return joint.join([format_clause(key, named[0], language), named[1], f"{side}{gap}{winner.values[key]}"])
+    """Return the working of a comparison: the clause, how its values relate, which column wins."""
+    one, other = (product.values[key] for product in sheet)
+    relation = f"{one}{'>' if one > other else '<'}{other}"
+    column = COLUMNS[language][sheet.index(winner)]
+    if language == "en":
+        return f"{format_clause(key, f'{one} | {other}', language)}: {relation}, {side} {column}"
+    return f"{format_clause(key, f'{one}|{other}', language)}：{relation}，{side}{column}"
 
 
 Ask = Callable[[Sequence[Product], str, str, Dice, int], Question | None]
@@ -208,8 +212,9 @@ OPEN_BOOK_TASKS: dict[str, Ask] = {
 def ask_closed_book(product: Product, key: str, wording: str, language: str) -> Question:
     """Ask for one term of a product without its passage."""
     question = wording.format(term=TERMS[key].name.of(language), name=product.name(language))
-    value = product.values[key]
-    completion = format_clause(key, value, language) + ANSWER_MARKER + format_value(key, value, language)
+    value = format_value(key, product.values[key], language)
+    said = STATEMENTS[language][-1].format(term=TERMS[key].name.of(language), name=product.name(language), value=value)
+    completion = said[:-1] + ANSWER_MARKER + value
     return Question(prompt=f"{question}\n", completion=completion, content=f"closed/{product.key}/term/{key}")
 
 

@@ -1,8 +1,10 @@
 """The wordings of questions and documents, by task, language and split.
 
-Every wording belongs to one split. A test question is therefore put in words that no training question used, although
-each single word occurs in training: what is tested is reading, not a new vocabulary. 'not_stated' borrows the wordings
-of 'lookup' to the letter, so the form of a question never tells whether its answer is stated.
+A question is an opening ("For {name}: ") and a request ("find the {term}."). Each split has its own pairs of the two,
+taken from a Latin square: a test question puts together an opening and a request that no training question put
+together, while training has each of them with several partners. What is tested is reading, not a new vocabulary.
+'not_stated' borrows the wordings of 'lookup' to the letter, so the form of a question never tells whether its answer is
+stated; 'closed_lookup' borrows those that name the product.
 
 Chinese names, and Chinese terms in questions and documents, stand in corner brackets and English terms keep their two
 words together. Both give a byte-pair tokenizer the same pieces in passage and question. The term that is asked for
@@ -14,216 +16,142 @@ from __future__ import annotations
 
 Wordings = dict[str, tuple[str, ...]]
 
-QUESTIONS: dict[str, dict[str, Wordings]] = {
+# Openings of questions about one product, and of questions about two.
+ONE = {
+    "en": ("Question: ", "For {name}: ", "At {name}: ", "{name}: ", "About {name}: "),
+    "zh": ("问：", "「{name}」：", "关于「{name}」：", "在「{name}」，", "按「{name}」的条款，"),
+}
+TWO = {
+    "en": (
+        "Question: ",
+        "{first} or {second}: ",
+        "Of the two: ",
+        "Compare {first} and {second}: ",
+        "Of both clauses: ",
+    ),
+    "zh": ("问：", "「{first}」和「{second}」，", "两者之中，", "请比较「{first}」和「{second}」：", "按两份条款，"),
+}
+
+REQUESTS: dict[str, dict[str, tuple[str, ...]]] = {
     "lookup": {
-        "en": {
-            "train": (
-                "What is the {term}?",
-                "For {name}, what is the {term}?",
-                "Please state the {term}.",
-                "Of {name}, state the {term}.",
-                "How high is the {term}?",
-                "For {name}, find the {term}.",
-                "Tell me the {term}.",
-                "What does {name} state as {term}?",
-            ),
-            "validation": ("Find the {term}.", "Please tell me the {term}."),
-            "test": (
-                "For {name}, how high is the {term}?",
-                "Please find the {term}.",
-                "Of {name}, tell me the {term}.",
-            ),
-        },
-        "zh": {
-            "train": (
-                "请问「{term}」是多少？",
-                "「{name}」的「{term}」是多少？",
-                "请写出「{term}」。",
-                "请写出「{name}」的「{term}」。",
-                "「{term}」有多高？",
-                "请找出「{name}」的「{term}」。",
-                "请告诉我「{term}」。",
-                "「{name}」写明怎样的「{term}」？",
-            ),
-            "validation": ("请找出「{term}」。", "请问「{name}」的「{term}」是多少？"),
-            "test": ("「{name}」的「{term}」有多高？", "请问「{term}」有多高？", "请告诉我「{name}」的「{term}」。"),
-        },
+        "en": (
+            "what is the {term}?",
+            "how high is the {term}?",
+            "state the {term}.",
+            "find the {term}.",
+            "tell me the {term}.",
+        ),
+        "zh": (
+            "「{term}」是多少？",
+            "「{term}」有多高？",
+            "请写出「{term}」。",
+            "请找出「{term}」。",
+            "请告诉我「{term}」。",
+        ),
     },
     "fee_sum": {
-        "en": {
-            "train": (
-                "What is the total of {fees}?",
-                "Add {fees}.",
-                "For {name}, add {fees}.",
-                "Give the sum of {fees}.",
-                "For {name}, what is the sum of {fees}?",
-                "How much in total are {fees}?",
-            ),
-            "validation": ("Give the total of {fees}.", "Please add {fees}."),
-            "test": (
-                "For {name}, give the sum of {fees}.",
-                "What is the sum of {fees}?",
-                "Please give the total of {fees}.",
-            ),
-        },
-        "zh": {
-            "train": (
-                "合计多少：{fees}？",
-                "请相加{fees}。",
-                "请相加「{name}」的{fees}。",
-                "求总和：{fees}。",
-                "「{name}」合计多少：{fees}？",
-                "总共要付多少：{fees}？",
-            ),
-            "validation": ("请问合计多少：{fees}？", "求「{name}」的总和：{fees}。"),
-            "test": ("「{name}」总共要付多少：{fees}？", "请问总共多少：{fees}？", "请求总和：{fees}。"),
-        },
+        "en": (
+            "what is the total of {fees}?",
+            "add {fees}.",
+            "give the sum of {fees}.",
+            "find the total of {fees}.",
+            "how much in total are {fees}?",
+        ),
+        "zh": (
+            "合计多少：{fees}？",
+            "请相加{fees}。",
+            "求总和：{fees}。",
+            "总共要付多少：{fees}？",
+            "请算出总数：{fees}。",
+        ),
     },
     "threshold": {
-        "en": {
-            "train": (
-                "Is {bound} {side} the {term}?",
-                "For {name}, is {bound} {side} the {term}?",
-                "Yes or no: {bound} is {side} the {term}.",
-                "Check: is {bound} {side} the {term}?",
-                "Tell me, is {bound} {side} the {term}?",
-            ),
-            "validation": (
-                "Yes or no: is {bound} {side} the {term}?",
-                "Check for {name}: {bound} is {side} the {term}.",
-            ),
-            "test": (
-                "Yes or no, for {name}: is {bound} {side} the {term}?",
-                "Check: {bound} is {side} the {term}.",
-                "Of {name}, tell me: is {bound} {side} the {term}?",
-            ),
-        },
-        "zh": {
-            "train": (
-                "{bound}{side}「{term}」吗？",
-                "请问{bound}{side}「{name}」的「{term}」吗？",
-                "是或否：{bound}{side}「{term}」。",
-                "请判断：{bound}{side}「{term}」吗？",
-                "按「{name}」的条款，{bound}{side}「{term}」吗？",
-            ),
-            "validation": ("是或否：{bound}{side}「{name}」的「{term}」。", "请问：{bound}{side}「{term}」吗？"),
-            "test": (
-                "请判断：{bound}{side}「{name}」的「{term}」吗？",
-                "是或否：{bound}{side}「{term}」吗？",
-                "请判断：{bound}{side}「{term}」。",
-            ),
-        },
+        "en": (
+            "is {bound} {side} the {term}?",
+            "yes or no, is {bound} {side} the {term}?",
+            "check whether {bound} is {side} the {term}.",
+            "tell me if {bound} is {side} the {term}.",
+            "decide: {bound} is {side} the {term}.",
+        ),
+        "zh": (
+            "{bound}{side}「{term}」吗？",
+            "是否{bound}{side}「{term}」？",
+            "请判断：{bound}{side}「{term}」。",
+            "请核对：{bound}{side}「{term}」吗？",
+            "请回答是或否：{bound}{side}「{term}」。",
+        ),
     },
     "interest": {
-        "en": {
-            "train": (
-                "What is the simple interest on {principal} yuan for {years} years?",
-                "How much interest do {principal} yuan bring in {years} years?",
-                "Find the interest: {principal} yuan, {years} years.",
-                "For {name}, what is the interest on {principal} yuan in {years} years?",
-                "State the interest of {principal} yuan for {years} years.",
-            ),
-            "validation": (
-                "State the simple interest on {principal} yuan in {years} years.",
-                "For {name}, find the interest: {principal} yuan, {years} years.",
-            ),
-            "test": (
-                "Find the simple interest on {principal} yuan in {years} years.",
-                "For {name}, how much interest do {principal} yuan bring in {years} years?",
-                "What is the interest of {principal} yuan in {years} years?",
-            ),
-        },
-        "zh": {
-            "train": (
-                "{principal}元存{years}年，单利利息是多少？",
-                "{principal}元在{years}年中的利息是多少？",
-                "请算出利息：{principal}元，{years}年。",
-                "按「{name}」的条款，{principal}元在{years}年中的利息是多少？",
-                "求利息：{principal}元存{years}年。",
-            ),
-            "validation": ("请算出利息：{principal}元存{years}年。", "求{principal}元在{years}年中的利息。"),
-            "test": (
-                "请算出{principal}元存{years}年的利息。",
-                "按「{name}」的条款，{principal}元存{years}年，利息是多少？",
-                "求单利利息：{principal}元，{years}年。",
-            ),
-        },
+        "en": (
+            "what is the simple interest on {principal} yuan for {years} years?",
+            "how much interest do {principal} yuan bring in {years} years?",
+            "find the interest: {principal} yuan, {years} years.",
+            "state the interest of {principal} yuan for {years} years.",
+            "work out the simple interest on {principal} yuan in {years} years.",
+        ),
+        "zh": (
+            "{principal}元存{years}年，单利利息是多少？",
+            "{principal}元在{years}年中的利息是多少？",
+            "请算出利息：{principal}元，{years}年。",
+            "求利息：{principal}元存{years}年。",
+            "请写出{principal}元存{years}年的单利利息。",
+        ),
     },
     "clause_comparison": {
-        "en": {
-            "train": (
-                "Which has the {side} {term}?",
-                "{first} or {second}: which has the {side} {term}?",
-                "Of the two, which has the {side} {term}?",
-                "Name the one with the {side} {term}.",
-                "Tell me, {first} or {second}: where is the {side} {term}?",
-            ),
-            "validation": (
-                "{first} or {second}: where is the {side} {term}?",
-                "Name the one that has the {side} {term}.",
-            ),
-            "test": (
-                "Of {first} and {second}, which has the {side} {term}?",
-                "Of the two, name the one with the {side} {term}.",
-                "Tell me which has the {side} {term}.",
-            ),
-        },
-        "zh": {
-            "train": (
-                "哪个有{side}的「{term}」？",
-                "「{first}」和「{second}」，哪个有{side}的「{term}」？",
-                "两者之中，哪个有{side}的「{term}」？",
-                "请写出哪个有{side}的「{term}」。",
-                "请比较「{first}」和「{second}」：谁有{side}的「{term}」？",
-            ),
-            "validation": ("「{first}」和「{second}」，谁有{side}的「{term}」？", "两者之中，谁有{side}的「{term}」？"),
-            "test": (
-                "请比较「{first}」和「{second}」：哪个有{side}的「{term}」？",
-                "两者之中，请写出哪个有{side}的「{term}」。",
-                "请问哪个有{side}的「{term}」？",
-            ),
-        },
-    },
-    "closed_lookup": {
-        "en": {
-            "train": (
-                "For {name}, what is the {term}?",
-                "Of {name}, state the {term}.",
-                "For {name}, find the {term}.",
-                "What does {name} state as {term}?",
-                "At {name}, what is the {term}?",
-                "{name}: what is the {term}?",
-            ),
-            "validation": ("At {name}, find the {term}.", "{name}: state the {term}."),
-            "test": ("For {name}, how high is the {term}?", "Of {name}, tell me the {term}."),
-        },
-        "zh": {
-            "train": (
-                "「{name}」的「{term}」是多少？",
-                "请写出「{name}」的「{term}」。",
-                "请找出「{name}」的「{term}」。",
-                "「{name}」写明怎样的「{term}」？",
-                "在「{name}」，「{term}」是多少？",
-                "「{name}」：「{term}」是多少？",
-            ),
-            "validation": ("请问「{name}」的「{term}」是多少？", "在「{name}」，请找出「{term}」。"),
-            "test": ("「{name}」的「{term}」有多高？", "请告诉我「{name}」的「{term}」。"),
-        },
+        "en": (
+            "which institution has the {side} {term}?",
+            "where is the {side} {term}?",
+            "name the institution with the {side} {term}.",
+            "tell me which has the {side} {term}.",
+            "find the one with the {side} {term}.",
+        ),
+        "zh": (
+            "哪家有{side}的「{term}」？",
+            "谁有{side}的「{term}」？",
+            "请写出哪家有{side}的「{term}」。",
+            "请告诉我谁有{side}的「{term}」。",
+            "请找出哪家有{side}的「{term}」。",
+        ),
     },
 }
 
-# What a document says of one term of one product.
+
+def _pair(openings: tuple[str, ...], requests: tuple[str, ...]) -> Wordings:
+    """Deal all pairs to the splits: one diagonal of the square to test, one to validation, the others to train."""
+    assert len(openings) == len(requests), "a Latin square has as many rows as columns"
+    split_of = {0: "test", 1: "validation"}
+    wordings: dict[str, list[str]] = {"train": [], "validation": [], "test": []}
+    for row, opening in enumerate(openings):
+        for column, request in enumerate(requests):
+            diagonal = (row + column) % len(requests)
+            wordings[split_of.get(diagonal, "train")].append(opening + request)
+    return {split: tuple(found) for split, found in wordings.items()}
+
+
+QUESTIONS: dict[str, dict[str, Wordings]] = {
+    task: {
+        language: _pair((TWO if task == "clause_comparison" else ONE)[language], requests)
+        for language, requests in by_language.items()
+    }
+    for task, by_language in REQUESTS.items()
+}
+QUESTIONS["closed_lookup"] = {
+    language: {split: tuple(text for text in texts if "{name}" in text) for split, texts in wordings.items()}
+    for language, wordings in QUESTIONS["lookup"].items()
+}
+
+# What a document says of one term of one product; the last one is what a closed-book answer recites.
 STATEMENTS: dict[str, tuple[str, ...]] = {
     "en": (
         "For {name}, the {term} is {value}.",
         "{name} has the {term} {value}.",
-        "At {name}, the {term} is {value}.",
-        "{name}: the {term} is {value}.",
+        "At {name}: {term} {value}.",
+        "{name}: {term} {value}.",
     ),
     "zh": (
         "「{name}」的「{term}」是{value}。",
         "「{name}」有「{term}」：{value}。",
-        "在「{name}」，「{term}」是{value}。",
+        "在「{name}」，「{term}」{value}。",
         "「{name}」：「{term}」{value}。",
     ),
 }

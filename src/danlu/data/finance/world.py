@@ -65,10 +65,14 @@ class Product:
         return dict(self.terms)
 
     def name(self, language: str) -> str:
-        """Return the name without the kind, as it is given in an answer."""
+        """Return the name of institution and brand, without the kind."""
         if language == "en":
             return f"{INSTITUTIONS[self.institution].en} {BRANDS[self.brand].en}"
         return f"{INSTITUTIONS[self.institution].zh}·{BRANDS[self.brand].zh}"
+
+    def institution_name(self, language: str) -> str:
+        """Return the name of who offers the product."""
+        return INSTITUTIONS[self.institution].of(language)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,18 +100,19 @@ def _period(en: str, zh: str) -> Term:
     return Term(name=Text(en=en, zh=zh), unit=DAYS, low=10, high=95, step=5)
 
 
+# The last word of a term is its own, in English too: that word alone finds the term in a passage.
 TERMS: dict[str, Term] = {
     "transfer": _fee("transfer fee", "转账费"),
-    "withdrawal": _fee("withdrawal fee", "取现费"),
-    "statement": _fee("statement fee", "账单费"),
-    "renewal": _fee("renewal fee", "续期费"),
-    "claim": _fee("claim fee", "理赔费"),
-    "redemption": _fee("redemption fee", "赎回费"),
+    "withdrawal": _fee("withdrawal charge", "取现费"),
+    "statement": _fee("statement cost", "账单费"),
+    "renewal": _fee("renewal price", "续期费"),
+    "claim": _fee("claim excess", "理赔费"),
+    "redemption": _fee("redemption levy", "赎回费"),
     "balance": _amount("minimum balance", "最低余额"),
     "deductible": _amount("standard deductible", "免赔额"),
     "limit": _amount("daily limit", "日限额"),
     "grace": _period("grace period", "宽限期"),
-    "notice": _period("notice period", "通知期"),
+    "notice": _period("notice time", "通知期"),
     "rate": Term(name=Text(en="yearly rate", zh="年利率"), unit=BASIS_POINTS, low=50, high=450, step=50),
 }
 FEES = tuple(key for key, term in TERMS.items() if term.unit is YUAN and term.high < 10)
@@ -143,6 +148,9 @@ BRANDS = tuple(
         ("Topaz", "黄玉"), ("Tulip", "郁金香"), ("Violet", "紫罗兰"), ("Willow", "垂柳"),
     )
 )  # fmt: skip
+
+# The two columns of a sheet that compares two products.
+COLUMNS = {"en": ("A", "B"), "zh": ("甲", "乙")}
 
 # Of the six terms of a kind, how many an open-book product states at least and at most, and a closed-book one states.
 MIN_TERMS, MAX_TERMS, CLOSED_BOOK_TERMS = 2, 3, 5
@@ -213,7 +221,7 @@ def format_passage(product: Product, language: str) -> str:
 
 
 def format_comparison(first: Product, second: Product, language: str) -> str:
-    """Return the sheet that sets two products of a kind side by side, clause by clause, one line.
+    """Return the sheet that sets two products of a kind side by side in two columns, clause by clause, one line.
 
     A clause that only one of them states shows a dash for the other.
     """
@@ -225,6 +233,7 @@ def format_comparison(first: Product, second: Product, language: str) -> str:
         unit = TERMS[key].unit.of(language)
         both = f"{one} | {other} {unit}" if language == "en" else f"{one}|{other}{unit}"
         clauses.append(format_clause(key, both, language))
+    one, other = COLUMNS[language]
     if language == "en":
-        return f"{first.name('en')} | {second.name('en')} {kind}: {joint.join(clauses)}."
-    return f"「{first.name('zh')}」|「{second.name('zh')}」{kind}：{joint.join(clauses)}。"
+        return f"{one} {first.name('en')} | {other} {second.name('en')} {kind}: {joint.join(clauses)}."
+    return f"{one}「{first.name('zh')}」|{other}「{second.name('zh')}」{kind}：{joint.join(clauses)}。"
