@@ -84,7 +84,7 @@ class RankPool:
 
     def _start(self) -> tuple[mp.process.BaseProcess, Connection]:
         mine, theirs = CONTEXT.Pipe()
-        process = CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
+        process = CONTEXT.Process(target=_serve, args=(theirs,))  # no daemon: loaders have processes of their own
         process.start()
         theirs.close()
         return process, mine
