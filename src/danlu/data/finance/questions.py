@@ -5,7 +5,7 @@ caller draws again. ``turn`` counts the accepted questions of a task, language a
 (yes and no, the position of the better product) is read off it and not left to chance. ``content`` names the facts and
 the thing asked, independent of wording and language; two questions with equal content are the same question.
 
-An answer shows its working first: ``transfer fee 7+renewal price 3=10=>10 yuan``. Each step of it copies or
+An answer shows its working first: ``transfer fee 7, renewal price 3: 7+3=10=>10 yuan``. Each step of it copies or
 computes one thing from what stands close by, which a small model can learn; the final answer alone would have to come
 out of one forward pass. What counts is the text behind the marker.
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from danlu.data.finance.dice import Dice
 from danlu.data.finance.templates import MORE_LESS, NOT_STATED, QUESTIONS, SIDES, STATEMENTS, YES_NO
@@ -38,6 +39,7 @@ from danlu.data.finance.world import (
 MAX_STEPS_APART = 6
 # Between the working and the answer; evaluation compares what stands behind it.
 ANSWER_MARKER = "=>"
+PUNCTUATION = {"en": (", ", ": "), "zh": ("，", "：")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +112,12 @@ def ask_fee_sum(pool: Sequence[Product], language: str, split: str, dice: Dice, 
     else:
         fees = "".join(f"「{name}」" for name in names)
     question = _wording("fee_sum", language, split, dice).format(fees=fees, name=product.name(language))
-    working, total = format_clause(keys[0], product.values[keys[0]], language), product.values[keys[0]]
-    for key in keys[1:]:
-        total += product.values[key]
-        working += f"+{format_clause(key, product.values[key], language)}={total}"
-    answer = format_value(keys[0], total, language)
+    values = [product.values[key] for key in keys]
+    comma, colon = PUNCTUATION[language]
+    read = comma.join(format_clause(key, product.values[key], language) for key in keys)
+    totals = list(accumulate(values))
+    sums = comma.join(f"{total}+{value}={total + value}" for total, value in zip(totals, values[1:], strict=False))
+    working, answer = read + colon + sums, format_value(keys[0], totals[-1], language)
     return _ask([product], language, question, working, answer, "sum/" + "+".join(sorted(keys)))
 
 
@@ -142,8 +145,9 @@ def ask_threshold(pool: Sequence[Product], language: str, split: str, dice: Dice
     content = f"threshold/{key}/{'more' if more else 'less'}/{bound}"
     # The claim in numbers, then how the numbers relate: whether the two agree is the answer.
     relation = f"{bound}{'>' if bound > value else '<'}{value}"
-    claim = f", {bound} {side} {value}: " if language == "en" else f"，{bound}{side}{value}："
-    working = format_clause(key, value, language) + claim + relation
+    comma, colon = PUNCTUATION[language]
+    claim = f"{bound} {side} {value}" if language == "en" else f"{bound}{side}{value}"
+    working = format_clause(key, value, language) + comma + claim + colon + relation
     return _ask([product], language, question, working, YES_NO[language][0 if yes else 1], content)
 
 
@@ -192,9 +196,12 @@ def _compare(sheet: Sequence[Product], key: str, winner: Product, side: str, lan
     one, other = (product.values[key] for product in sheet)
     relation = f"{one}{'>' if one > other else '<'}{other}"
     column = COLUMNS[language][sheet.index(winner)]
+    comma, colon = PUNCTUATION[language]
     if language == "en":
-        return f"{format_clause(key, f'{one} | {other}', language)}: {relation}, {side} {column}"
-    return f"{format_clause(key, f'{one}|{other}', language)}：{relation}，{side}{column}"
+        read, best = f"{one} | {other}", f"{side} {column} {winner.institution_name('en')}"
+    else:
+        read, best = f"{one}|{other}", f"{side}{column}{winner.institution_name('zh')}"
+    return format_clause(key, read, language) + colon + relation + comma + best
 
 
 Ask = Callable[[Sequence[Product], str, str, Dice, int], Question | None]

@@ -146,13 +146,13 @@ STATEMENTS: dict[str, tuple[str, ...]] = {
         "For {name}, the {term} is {value}.",
         "{name} has the {term} {value}.",
         "At {name}: {term} {value}.",
-        "{name}: {term} {value}.",
+        "{term} of {name}: {value}.",
     ),
     "zh": (
         "「{name}」的「{term}」是{value}。",
         "「{name}」有「{term}」：{value}。",
         "在「{name}」，「{term}」{value}。",
-        "「{name}」：「{term}」{value}。",
+        "{term}在「{name}」：{value}。",
     ),
 }
 
