@@ -16,11 +16,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import filelock
 import torch
 from torch import Tensor
 
 from danlu.base import env
 from danlu.base.errors import UserError
+from danlu.base.folders import make_folder
 from danlu.base.log import log
 from danlu.checkpoint.hf_files import write_folder, write_tensors
 from danlu.checkpoint.sidecars import write_sidecars
@@ -32,9 +34,11 @@ def cached_gguf(path: Path) -> Path:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     folder = env.cache_folder() / "gguf" / f"{path.stem}-{digest[:12]}"
-    if not folder.is_dir():
-        log.info("converting %s to %s (once)", path, folder)
-        convert_gguf(path, folder)
+    make_folder(folder.parent, where="DANLU_CACHE")
+    with filelock.FileLock(folder.with_suffix(".lock")):  # the ranks of a job all ask for it
+        if not folder.is_dir():
+            log.info("converting %s to %s (once)", path, folder)
+            convert_gguf(path, folder)
     return folder
 
 

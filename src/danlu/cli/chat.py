@@ -28,9 +28,11 @@ def command(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer, Ctrl-D ends, /reset forgets the conversation."""
+    from danlu.model.generate import check_sampling
     from danlu.train.chat import Conversation
     from danlu.train.load import load_model
 
+    check_sampling(temperature, None, top_p)
     opened = load_model(model, dtype=dtype, device=device)
     conversation = Conversation(
         opened, system=system, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed

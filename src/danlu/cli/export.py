@@ -33,6 +33,7 @@ def command(
         print_json(result)
         return
     rounding = "" if dtype == "fp32" else f", rounding to {dtype} included"
-    checked = f", logits within {result['logits_difference']:.1e} of transformers{rounding}" if verify else ""
+    difference = result["logits_difference"]  # None: not asked for, or transformers has no such architecture
+    checked = "" if difference is None else f", logits within {difference:.1e} of transformers{rounding}"
     size = f"{result['bytes'] / 2**20:.1f} MiB"
     print_result(f"{result['folder']}: {result['parameters']:,} parameters, {dtype}, {size}{checked}")

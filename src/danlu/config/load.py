@@ -44,6 +44,8 @@ def read_toml(path: Path) -> Tree:
         raise UserError("no such config file", where=str(path), hint="start from one of recipes/*.toml") from None
     except IsADirectoryError:
         raise UserError("this is a folder, not a config file", where=str(path)) from None
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", where=str(path)) from None
     except UnicodeDecodeError as error:
         raise UserError(f"not UTF-8 text (byte {error.start})", where=str(path)) from None
     except tomllib.TOMLDecodeError as error:

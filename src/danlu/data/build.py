@@ -34,6 +34,7 @@ from danlu.base.folders import make_folder
 from danlu.base.log import log
 from danlu.config.data_build import DataBuild
 from danlu.data import shards
+from danlu.data.dataset import PackedDataset
 from danlu.data.forms import detect_form, make_reader
 from danlu.data.sources import Chunk, find_files, parse_chunk, read_chunks
 from danlu.data.streams import BLOCK_BYTES, SourceFile
@@ -66,12 +67,31 @@ def build(config: DataBuild, *, progress: bool = True) -> dict[str, Any]:
     folder = Path(config.output)
     _claim(folder)
     with filelock.FileLock(folder / _LOCK):
-        if (folder / shards.MANIFEST).is_file() and shards.read_manifest(folder).get("build_key") == key:
+        if (built := _finished(folder, key)) is not None:
             log.info("%s: unchanged, nothing to build", folder)
-            return shards.read_manifest(folder)
+            return built
         job = _prepare(config, key, files, tokenizer)
         results = _run(job, files, progress)
         return _finish(job, tokenizer, inputs, results)
+
+
+def _finished(folder: Path, key: str) -> dict[str, Any] | None:
+    """Return the manifest of a finished build of ``key``; None where there is none, or its files are not what it says.
+
+    A damaged build is one to replace: the error that a training run gives for it advises to build it again.
+    """
+    if not (folder / shards.MANIFEST).is_file():
+        return None
+    try:
+        manifest = shards.read_manifest(folder)
+        if manifest.get("build_key") != key:
+            return None
+        PackedDataset(folder).verify()
+    except UserError as error:
+        log.warning("%s: what is there is damaged and is built anew\n%s", folder, error)
+        (folder / shards.MANIFEST).unlink()
+        return None
+    return manifest
 
 
 def _describe(file: SourceFile) -> dict[str, Any]:

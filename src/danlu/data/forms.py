@@ -234,7 +234,7 @@ def _messages(record: Record) -> list[Record]:
     if not isinstance(messages, list) or not messages:
         raise BadRow("messages is not a list of turns")
     for message in messages:
-        if not isinstance(message, dict) or "role" not in message:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRow("a message has no role")
     return messages
 
@@ -247,7 +247,7 @@ def _sharegpt(record: Record) -> list[Record]:
     if system := text_of(record, "system", default=""):
         messages.append({"role": "system", "content": system})
     for turn in turns:
-        if not isinstance(turn, dict) or turn.get("from") not in _ROLES:
+        if not isinstance(turn, dict) or not isinstance(turn.get("from"), str) or turn["from"] not in _ROLES:
             seen = turn.get("from") if isinstance(turn, dict) else turn
             raise BadRow("a turn's 'from' is unknown", detail=f"{seen!r}; legal: {', '.join(_ROLES)}")
         messages.append({"role": _ROLES[turn["from"]], "content": text_of(turn, "value")})

@@ -85,7 +85,7 @@ def inspect(
 
     Args:
         folder: a data set.
-        rows: which rows to decode.
+        rows: which rows to decode; those beyond the last are left out, if the first is there.
         verify: hash every shard first.
 
     Raises:
@@ -94,6 +94,7 @@ def inspect(
     dataset = PackedDataset(folder)
     if verify:
         dataset.verify()
+    rows = [row for row in rows if row < len(dataset)] or rows[:1]
     decoded = read_rows(dataset, Tokenizer.load(dataset.folder), rows) if rows else []
     return statistics(dataset), dict(zip(rows, decoded, strict=True))
 

@@ -90,7 +90,11 @@ def encode_chats(
         runs = [0, len(ids)] if train_on == "all" else _runs(offsets, spans[n])
         if not _ends_turn(text, tokenizer):
             ids.append(tokenizer.eos_id)
-            runs += [1] if len(runs) % 2 else [0, 1]
+            target = train_on == "all" or (bool(spans[n]) and spans[n][-1][1] == len(text))
+            if target == (len(runs) % 2 == 0):  # the last run is of the same kind
+                runs[-1] += 1
+            else:
+                runs.append(1)
         samples.ids.append(ids)
         samples.masks.append(runs)
     return samples, faults
@@ -109,7 +113,7 @@ def _render(chats: list[list[Message]], tokenizer: Tokenizer, *, generation_prom
     try:
         texts = iter(tokenizer.render([chat for chat in chats if chat], generation_prompt=generation_prompt))
         return [next(texts) if chat else "" for chat in chats]
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates also trip over values of a wrong type
         if len(chats) == 1:
             return [BadRow("chat template refuses the chat", detail=str(error))]
         return [_render([chat], tokenizer, generation_prompt=generation_prompt)[0] for chat in chats]
@@ -159,6 +163,8 @@ def _runs(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> Runs:
         first = bisect_left(offsets, start, done, key=lambda offset: offset[0])
         while first < len(offsets) and offsets[first][1] <= start:
             first += 1
+        if first > done and offsets[first - 1][1] > start:  # " answer": the word's token begins at the space before it
+            first -= 1
         last = bisect_left(offsets, end, first, key=lambda offset: offset[0])
         runs += [first - done, last - first]
         done = last

@@ -72,7 +72,7 @@ def find_files(inputs: Sequence[str], format: str = "auto") -> list[SourceFile]:
     for text in inputs:
         path = Path(text)
         if path.is_dir():
-            candidates = [p for p in sorted(path.rglob("*")) if p.is_file() and not p.name.startswith(".")]
+            candidates = [p for p in sorted(path.rglob("*")) if p.is_file() and not _is_hidden(p.relative_to(path))]
             paths = [p for p in candidates if format != "auto" or _suffixes(p)[0] in FORMATS]
             if skipped := len(candidates) - len(paths):
                 log.info("%s: %d files of other kinds are left out", text, skipped)
@@ -90,6 +90,10 @@ def find_files(inputs: Sequence[str], format: str = "auto") -> list[SourceFile]:
             raise UserError("file is named twice", where="inputs", seen=file.path)
         seen.add(resolved)
     return found
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _suffixes(path: Path) -> tuple[str, str]:
@@ -112,7 +116,12 @@ def _source(path: Path, format: str) -> SourceFile:
             legal=[*FORMATS, *(f"the same + {c}" for c in COMPRESSIONS)],
             hint='name it: format = "jsonl" (or another)',
         )
-    return SourceFile(str(path), FORMATS[suffix] if format == "auto" else format, compression)
+    found = FORMATS[suffix] if format == "auto" else format
+    if found == "parquet" and compression:
+        raise UserError(
+            "a parquet file compresses its columns itself", where=str(path), seen=compression, hint="unpack it first"
+        )
+    return SourceFile(str(path), found, compression)
 
 
 def read_chunks(
@@ -197,25 +206,31 @@ def _last_cut(data: bytearray, searched: int, cut: re.Pattern[bytes]) -> int:
 
 def _csv_rows(path: str, lines: Lines, delimiter: str) -> Iterator[tuple[int, Record | BadRow]]:
     csv.field_size_limit(MAX_LINE_BYTES)
-    try:
-        reader = csv.reader(iter(lines), delimiter=delimiter, strict=True)
-        header = next(reader, None)
-        if header is None:
+    reader = csv.reader(iter(lines), delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    while True:
+        line = reader.line_num + 1
+        try:
+            values = next(reader)
+        except StopIteration:
             return
-        if len(set(header)) < len(header):
-            raise UserError("csv header names a column twice", where=f"{path}:1", seen=header)
-        previous = reader.line_num
-        for values in reader:
-            line, previous = previous + 1, reader.line_num
-            if len(values) == len(header):
-                yield line, dict(zip(header, values, strict=True))
-            elif values:
-                detail = f"{len(values)} values for {len(header)} columns"
-                yield line, BadRow("wrong number of csv columns", f"{path}:{line}", detail)
-    except csv.Error as error:
-        yield lines.number, BadRow("malformed csv", f"{path}:{lines.number}", str(error))
-    except BadRow as error:  # undecodable bytes: where the next row begins cannot be known, so the file ends here
-        yield lines.number, error
+        except csv.Error as error:  # the reader goes on at the next line; without a header there is nothing to go on to
+            yield lines.number, BadRow("malformed csv", f"{path}:{lines.number}", str(error))
+            if header is None:
+                return
+            continue
+        except BadRow as error:  # undecodable bytes: where the next row begins cannot be known, so the file ends here
+            yield lines.number, error
+            return
+        if header is None:
+            header = values
+            if len(set(header)) < len(header):
+                raise UserError("csv header names a column twice", where=f"{path}:1", seen=header)
+        elif len(values) == len(header):
+            yield line, dict(zip(header, values, strict=True))
+        elif values:
+            detail = f"{len(values)} values for {len(header)} columns"
+            yield line, BadRow("wrong number of csv columns", f"{path}:{line}", detail)
 
 
 def _json_rows(path: str, blocks: Iterator[str]) -> Iterator[tuple[int, Record | BadRow]]:
@@ -241,7 +256,8 @@ def _json_rows(path: str, blocks: Iterator[str]) -> Iterator[tuple[int, Record |
                 item += 1
                 yield item, as_object(value, f"{path}: item {item}", text[start:at])
         except (ValueError, RecursionError) as error:
-            yield item + 1, BadRow("malformed json", f"{path}: item {item + 1}", str(error))
+            detail = f"{error}; the file is read up to here"
+            yield item + 1, BadRow("malformed json", f"{path}: item {item + 1}", detail)
             return
         except BadRow as error:
             yield item + 1, error

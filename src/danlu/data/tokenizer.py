@@ -25,6 +25,7 @@ import numpy as np
 import tokenizers
 
 from danlu.base.errors import UserError
+from danlu.base.folders import make_folder
 
 CHATML = (
     "{% for message in messages %}"
@@ -259,12 +260,19 @@ class Tokenizer:
         """Copy the tokenizer's files into ``folder`` (and the chat template that is in use)."""
         if self.folder is None:
             raise UserError("tokenizer was not loaded from a folder, so it cannot be copied")
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in _FILES:
-            if (self.folder / name).is_file():
-                shutil.copyfile(self.folder / name, folder / name)
+        copy_tokenizer(self.folder, folder)
         if self.core.chat_template is not None:
             (folder / "chat_template.jinja").write_text(self.core.chat_template, encoding="utf-8")
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Make the tokenizer files in ``target`` those of ``source``: what is left of another tokenizer there goes."""
+    make_folder(target)
+    for name in _FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+        else:
+            (target / name).unlink(missing_ok=True)
 
 
 def read_chat_template(name: str) -> str:

@@ -9,6 +9,7 @@ BOS and PAD set and, on request, a chat template.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from danlu.base.log import log
 from danlu.config.data_build import TokenizerTrain
 from danlu.data.sources import Chunk, find_files, parse_chunk, read_chunks
 from danlu.data.streams import BadRow
-from danlu.data.tokenizer import CHATML, Tokenizer
+from danlu.data.tokenizer import CHATML, Tokenizer, copy_tokenizer
 
 
 def build_tokenizer(config: TokenizerTrain, *, progress: bool = True) -> dict[str, Any]:
@@ -114,6 +115,8 @@ def train_tokenizer(
             "vocabulary is too small", where="vocab_size", seen=vocab_size, legal=f"at least {256 + len(specials)}"
         )
     make_folder(folder)
+    if (folder / "config.json").exists():
+        raise UserError("the folder holds a model", where="output", seen=folder, hint="choose another folder")
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=not whole_numbers), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -136,7 +139,9 @@ def train_tokenizer(
     )
     if chat:
         wrapped.chat_template = CHATML
-    wrapped.save_pretrained(str(folder))
+    with tempfile.TemporaryDirectory() as fresh:  # an earlier tokenizer there may have had files that this one lacks
+        wrapped.save_pretrained(fresh)
+        copy_tokenizer(Path(fresh), folder)
     return Tokenizer.load(folder)
 
 

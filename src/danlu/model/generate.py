@@ -134,20 +134,23 @@ def _step(
     return pick(F.linear(hidden_BD, model.head_weight_VD.to(hidden_BD.dtype)).float(), rows)
 
 
-def _build_pick(temperature: float, top_k: int | None, top_p: float | None, seed: int, indices: list[int]) -> Pick:
-    """Return the function that turns logits [B, V] of some rows into token ids [B]."""
+def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """Raise `UserError` unless the settings are legal together; costs nothing, so ask before loading a model."""
     if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
         raise UserError(
             "sampling settings out of range",
             seen=f"temperature = {temperature}, top_k = {top_k}, top_p = {top_p}",
             legal="temperature >= 0, top_k >= 1, 0 < top_p <= 1",
         )
+    if temperature == 0 and (top_k is not None or top_p is not None):
+        seen = f"temperature = 0, top_k = {top_k}, top_p = {top_p}"
+        raise UserError("top_k and top_p need sampling", seen=seen, hint="set temperature above 0 or leave them out")
+
+
+def _build_pick(temperature: float, top_k: int | None, top_p: float | None, seed: int, indices: list[int]) -> Pick:
+    """Return the function that turns logits [B, V] of some rows into token ids [B]."""
+    check_sampling(temperature, top_k, top_p)
     if temperature == 0:
-        if top_k is not None or top_p is not None:
-            seen = f"temperature = 0, top_k = {top_k}, top_p = {top_p}"
-            raise UserError(
-                "top_k and top_p need sampling", seen=seen, hint="set temperature above 0 or leave them out"
-            )
         return lambda logits_BV, rows: logits_BV.argmax(-1)
     generators = [torch.Generator().manual_seed((seed * 1_000_003 + index) % 2**63) for index in indices]
 

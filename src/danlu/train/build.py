@@ -64,8 +64,8 @@ def hold_out(
     return [train for train, _ in pairs], [held_out for _, held_out in pairs]
 
 
-def plan_start(model: ModelSection, sources: Sequence[PackedDataset]) -> Start:
-    """Find out which model is trained, before anything expensive happens.
+def plan_start(model: ModelSection, sources: Sequence[PackedDataset], held_out: Sequence[PackedDataset] = ()) -> Start:
+    """Find out which model is trained on ``sources`` and evaluated on ``held_out``, before anything expensive happens.
 
     Raises:
         UserError: unknown name, sizes that cannot be changed, rows with more token ids or positions than the model has.
@@ -95,7 +95,8 @@ def plan_start(model: ModelSection, sources: Sequence[PackedDataset]) -> Start:
             seen=changes,
             hint='set model.init = "random", or leave the size out',
         )
-    _check_fit(spec, sources)
+    _check_fit(spec, sources, spec.max_positions)
+    _check_fit(spec, held_out, min(spec.max_positions, spec.eval_max_positions or spec.max_positions))
     return Start(spec, weights)
 
 
@@ -106,7 +107,7 @@ def _consistent(changes: dict[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def _check_fit(spec: ModelSpec, sources: Sequence[PackedDataset]) -> None:
+def _check_fit(spec: ModelSpec, sources: Sequence[PackedDataset], max_positions: int) -> None:
     for source in sources:
         if source.vocab_size > spec.vocab_size:
             raise UserError(
@@ -115,11 +116,11 @@ def _check_fit(spec: ModelSpec, sources: Sequence[PackedDataset]) -> None:
                 seen=f"{source.vocab_size} token ids, model.vocab_size = {spec.vocab_size}",
                 hint="build the data with the model's tokenizer, or set model.vocab_size for a model from scratch",
             )
-        if source.sequence_length > spec.max_positions:
+        if source.sequence_length > max_positions:
             raise UserError(
                 "the rows are longer than the model's positions",
                 where=str(source.folder),
-                seen=f"rows of {source.sequence_length} tokens, model.max_positions = {spec.max_positions}",
+                seen=f"rows of {source.sequence_length} tokens, {max_positions} positions",
             )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from danlu.config.rules import check_config
 from danlu.config.schema import Config
 from danlu.data.batch import MicroBatch, StepBatch
 from danlu.data.dataset import RowSource
+from danlu.data.tokenizer import copy_tokenizer
 from danlu.model.spec import ModelSpec
 from danlu.objective.cross_entropy import Loss
 from danlu.parallel.mesh import World, open_world, sum_over
@@ -87,7 +87,8 @@ def train(config: Config, *, resume: str = "auto") -> TrainResult:
     checkpoint = find_resume(folder, resume)
     folders = build.open_sources(config.data.train, config.data.on_corrupt)
     other = build.open_sources(config.eval.data, config.data.on_corrupt)
-    start = build.plan_start(config.model, [*folders, *other])
+    evaluated = [*folders, *other] if config.eval.held_out_fraction else other
+    start = build.plan_start(config.model, folders, evaluated)
     sources, split_off = build.hold_out(folders, config.eval.held_out_fraction, seed=config.train.seed)
     held_out = [*other, *split_off]
     if checkpoint is not None:
@@ -98,7 +99,7 @@ def train(config: Config, *, resume: str = "auto") -> TrainResult:
         text = json.dumps(describe_environment(), indent=2)
         (folder / "environment.json").write_text(text, encoding="utf-8")
         # the run must be usable when the data is gone
-        shutil.copytree(folders[0].folder / "tokenizer", folder / "tokenizer", dirs_exist_ok=True)
+        copy_tokenizer(folders[0].folder / "tokenizer", folder / "tokenizer")
     setup_log(folder / "log.txt")
     with open_world(device=config.train.device, timeout_seconds=config.parallel.timeout_seconds) as world:
         if world.device.type == "cuda":
@@ -321,11 +322,11 @@ class _Run:
                 if config.checkpoint.every_steps and self.step % config.checkpoint.every_steps == 0:
                     self.save()
                     saved = self.step
-            if self.held_out and not stopped and (held_out is None or self.step % max(1, config.eval.every_steps)):
-                held_out = self._evaluate(writer)
             if saved != self.step and (stopped or config.checkpoint.save_last):
                 self.save()
-            self.store.wait()
+            self.store.wait()  # an evaluation that fails must not cost the run
+            if self.held_out and not stopped and (held_out is None or self.step % max(1, config.eval.every_steps)):
+                held_out = self._evaluate(writer)
         return TrainResult(self.folder, self.step, not stopped, self.losses, held_out)
 
     def _step(

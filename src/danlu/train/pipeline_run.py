@@ -15,7 +15,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,23 +116,49 @@ def plan_pipeline(pipeline: Pipeline) -> list[tuple[Stage, Path, Section]]:
     Raises:
         UserError: anything about any stage that can be known before it runs.
     """
+    from danlu.train.evaluation import check_options
+
     outputs = {kind: runner.output_key for kind, runner in RUNNERS.items()}
     planned = plan_stages(pipeline, {kind: runner.schema for kind, runner in RUNNERS.items()}, outputs)
     for stage, _, options in planned:
         if isinstance(options, Config):
             check_config(options, stage.nproc)
+        if isinstance(options, EvalOptions):
+            check_options(options)
     return planned
+
+
+def _check_inputs(stage: Stage, options: Section, output: Path) -> None:
+    """Raise `UserError` for a file that a stage will want and that neither is there nor will be made before."""
+    wanted: dict[str, str | Sequence[str] | None]
+    if isinstance(options, Config):
+        wanted = {"data.train": options.data.train, "eval.data": options.eval.data}
+    else:
+        names = ("inputs", "tokenizer", "data", "questions", "majority_from")
+        wanted = {name: getattr(options, name, None) for name in names}
+    for key, value in wanted.items():
+        for text in [value] if isinstance(value, str) else value or ():
+            made = Path(text).absolute().is_relative_to(output.absolute())
+            if not made and not Path(text).exists() and not glob.glob(text, recursive=True):
+                raise UserError(
+                    "no such file, folder or pattern",
+                    where=f"stage {stage.name}: {key}",
+                    seen=text,
+                    hint="what you must bring is named in [files]: files.NAME=path on the command line",
+                )
 
 
 def run_pipeline(pipeline: Pipeline) -> Path:
     """Run the stages that need it and return the pipeline's folder.
 
     Raises:
-        UserError: an illegal pipeline (before anything runs), or another process is running this one.
+        UserError: an illegal pipeline or a missing input, before anything runs; or another process is running this one.
         RunError: a stage failed; the stages before it are kept and skipped the next time.
     """
     planned = plan_pipeline(pipeline)
     output = Path(pipeline.output)
+    for stage, _, options in planned:
+        _check_inputs(stage, options, output)
     make_folder(output)
     with _locked(output):
         state = _State(output, pipeline)

@@ -20,6 +20,7 @@ from danlu.config.data_build import DataBuild
 from danlu.data.build import build
 from danlu.data.dataset import PackedDataset
 from danlu.data.tokenizer import Tokenizer
+from danlu.data.tokenizer_train import train_tokenizer
 from tiny import documents_of
 
 Run = Callable[..., dict[str, Any]]
@@ -73,6 +74,39 @@ def test_finished_build_is_skipped_and_a_changed_one_redone(run_build: Run, tmp_
     assert longer["fingerprint"] != first["fingerprint"]
     assert run_build({"a.jsonl": lines(texts(10))})["num_samples"] == 10
     PackedDataset(tmp_path / "out").verify()
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "flipped", "manifest"])
+def test_a_damaged_build_is_built_again(run_build: Run, tmp_path: Path, damage: str) -> None:
+    """What a run refuses with "build it again" is built again by the same command, not called unchanged."""
+    first = run_build({"a.jsonl": '{"text": "some words"}\n' * 9})
+    shard = tmp_path / "out" / "shard-000000.tar"
+    content = bytearray(shard.read_bytes())
+    if damage == "manifest":
+        (tmp_path / "out" / "manifest.json").write_text('{"format_version": 1}')
+    else:
+        content[600] ^= 1
+        shard.write_bytes(content[:1000] if damage == "cut" else content)
+        shard.unlink() if damage == "gone" else None
+    again = run_build({"a.jsonl": '{"text": "some words"}\n' * 9})
+    assert again["fingerprint"] == first["fingerprint"]
+    PackedDataset(tmp_path / "out").verify()
+
+
+def test_a_rebuild_leaves_no_file_of_the_old_tokenizer(run_build: Run, tmp_path: Path, tokenizer_folder: Path) -> None:
+    """A chat template of an earlier build would turn every later chat with the model into another language."""
+    plain = tmp_path / "plain"
+    train_tokenizer(["some words"], plain, vocab_size=280, chat=False)
+    run_build({"a.jsonl": '{"prompt": "some", "completion": "words"}\n'}, tokenizer=str(tokenizer_folder))
+    assert (tmp_path / "out" / "tokenizer" / "chat_template.jinja").exists()
+    run_build({"a.jsonl": '{"prompt": "some", "completion": "words"}\n'}, tokenizer=str(plain))
+    assert not (tmp_path / "out" / "tokenizer" / "chat_template.jinja").exists()
+    train_tokenizer(["some words"], plain, vocab_size=280)
+    train_tokenizer(["some words"], plain, vocab_size=280, chat=False)
+    assert not (plain / "chat_template.jinja").exists()
+    (plain / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds a model"):
+        train_tokenizer(["some words"], plain, vocab_size=280)
 
 
 def test_interrupted_build_resumes(run_build: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

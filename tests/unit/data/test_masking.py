@@ -154,3 +154,32 @@ def test_template_that_refuses_a_chat_faults_that_chat_only(tokenizer: Tokenizer
     assert faults[0] is None
     assert isinstance(faults[1], BadRow)
     assert "user first" in faults[1].detail
+
+
+def test_the_first_word_behind_a_space_is_trained_on(tokenizer: Tokenizer) -> None:
+    """Where a template sets a space before the answer, the token that holds both is a target."""
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+        "{% else %} {{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    chat = [{"role": "user", "content": "How long?"}, {"role": "assistant", "content": "the day"}]
+    spaced = with_template(tokenizer, template)
+    assert len(spaced.encode_offsets([" the"])[0][0]) < len(spaced.encode_offsets(["the"])[0][0]) + 1, "one token"
+    assert [text.strip() for text in targets(chat, spaced)] == ["the day<|im_end|>"]
+
+
+def test_an_added_end_token_is_a_target_only_behind_a_trained_turn(tokenizer: Tokenizer) -> None:
+    """A template without an end token gets EOS; behind words that are not trained on it is no target either."""
+    bare = with_template(tokenizer, "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}")
+    chat = [{"role": "user", "content": "How long?"}, {"role": "assistant", "content": "One day."}]
+    assert targets(chat, bare)[-1].endswith("<|im_end|>")
+    assert targets([chat[0], {**chat[1], "weight": 0}], bare, "flags") == []
+
+
+def test_a_row_that_trips_the_template_is_a_bad_row(tokenizer: Tokenizer) -> None:
+    """Values of a wrong type are a fault of the row, not of the program."""
+    adds = with_template(tokenizer, "{% for m in messages %}{{ m['content'] + m['tool_calls'] }}{% endfor %}")
+    _, faults = encode_chats([example(CHAT)], adds, train_on="all")
+    assert isinstance(faults[0], BadRow)
+    with pytest.raises(BadRow, match="no role"):
+        example([{"role": None, "content": "x"}])

@@ -334,3 +334,24 @@ def test_wrong_inputs_are_named(tmp_path: Path) -> None:
     assert find_files([str(tmp_path / "a.dat")], "jsonl")[0].format == "jsonl"
     with pytest.raises(UserError, match="twice"):
         find_files([str(tmp_path / "a.dat"), str(tmp_path)], "jsonl")
+
+
+def test_a_malformed_csv_line_costs_that_line_only(tmp_path: Path) -> None:
+    """Behind a line with a stray quote the rows go on, with the right line numbers."""
+    (tmp_path / "a.csv").write_bytes(b'a,b\n1,2\n"abc"def,x\n3,4\n5\n')
+    rows = read(tmp_path / "a.csv")
+    assert [row if isinstance(row, dict) else row.reason for _, row in rows] == [
+        {"a": "1", "b": "2"}, "malformed csv", {"a": "3", "b": "4"}, "wrong number of csv columns",
+    ]  # fmt: skip
+    assert [row.where for _, row in rows if isinstance(row, BadRow)] == [f"{tmp_path}/a.csv:3", f"{tmp_path}/a.csv:5"]
+
+
+def test_hidden_folders_and_compressed_parquet(tmp_path: Path) -> None:
+    """What an editor hides is no input; parquet behind gzip is refused instead of called damaged."""
+    for name in ("a.jsonl", ".ipynb_checkpoints/a-checkpoint.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"a": 1}\n')
+    assert [Path(file.path).name for file in find_files([str(tmp_path)])] == ["a.jsonl"]
+    (tmp_path / "b.parquet.gz").write_bytes(b"x")
+    with pytest.raises(UserError, match="parquet"):
+        find_files([str(tmp_path / "b.parquet.gz")])
