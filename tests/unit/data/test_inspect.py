@@ -48,3 +48,4 @@ def test_row_beyond_the_end_is_refused(folder: Path) -> None:
     """A row number that does not exist is named with the legal range."""
     with pytest.raises(UserError, match="no such row"):
         inspect(folder, rows=[1])
+    assert list(inspect(folder, rows=range(3))[1]) == [0], "a range that begins inside ends at the last row"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import tomllib
@@ -15,10 +16,12 @@ import torch
 from danlu.base.errors import RunError, UserError
 from danlu.checkpoint.store import find_checkpoints
 from danlu.config.load import load
-from danlu.config.schema import Config
+from danlu.config.schema import Config, ModelSection
+from danlu.model.presets import PRESETS
 from danlu.train import loop as loop_module
+from danlu.train.build import open_sources, plan_start
 from danlu.train.loop import train
-from tiny import largest_difference, last_tensors, random_rows, read_metrics, tiny_config, write_rows
+from tiny import T0_SPEC, largest_difference, last_tensors, random_rows, read_metrics, tiny_config, write_rows
 
 EQUAL = [[[3, 4, 5, 6, 7, 8]]]
 FROZEN = ("optimizer.learning_rate=1e-30", "optimizer.max_grad_norm=0")
@@ -219,3 +222,29 @@ def test_a_typing_slip_costs_nothing(tmp_path: Path, tiny_rows: Path) -> None:
         with pytest.raises(UserError):
             train(tiny_config(tiny_rows, folder, "train.steps=2", *words))
         assert not folder.exists()
+
+
+def test_a_failing_last_evaluation_does_not_cost_the_run(
+    tmp_path: Path, tiny_rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step is saved before it is evaluated."""
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no evaluation")
+
+    monkeypatch.setattr(loop_module, "held_out_loss", broken)
+    with pytest.raises(RuntimeError, match="no evaluation"):
+        train(tiny_config(tiny_rows, tmp_path / "run", "train.steps=2", "eval.held_out_fraction=0.2"))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_rows_that_evaluation_cannot_read_are_refused_first(
+    tmp_path: Path, tiny_rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first Qwen evaluates fewer positions than it trains on: longer held-out rows end the run at its start."""
+    monkeypatch.setitem(PRESETS, "short", dataclasses.replace(T0_SPEC, eval_max_positions=16))
+    rows = open_sources([str(tiny_rows)], "fail")
+    model = ModelSection(name="short")
+    plan_start(model, rows)
+    with pytest.raises(UserError, match=r"(?s)longer than the model's positions.*16 positions"):
+        plan_start(model, rows, rows)

@@ -287,3 +287,17 @@ def test_references_in_a_config_file_are_checked_too(tmp_path: Path) -> None:
         plan_pipeline(stages(TOKENS, late))
     planned = plan_pipeline(stages({**TOKENS, "name": "first"}, late))
     assert planned[1][2].model_dump()["inputs"] == ("/nowhere/first/text.txt",)
+
+
+def test_missing_inputs_are_told_before_anything_runs(tmp_path: Path) -> None:
+    """A misspelled file of the last stage, or an evaluation of nothing, ends the pipeline before the first one."""
+    (tmp_path / "a.txt").write_text("some words")
+    first = {**TOKENS, "options": {"inputs": str(tmp_path / "*.txt"), "vocab_size": 300}}
+    last = {"name": "last", "kind": "eval", "options": {"model": "tiny", "questions": str(tmp_path / "tset.jsonl")}}
+    document = {"name": "x", "output": str(tmp_path / "out"), "stage": [first, last]}
+    with pytest.raises(UserError, match=r"(?s)stage last: questions: no such file.*tset\.jsonl"):
+        run_pipeline(build(Pipeline, document))
+    last["options"] = {"model": "tiny"}
+    with pytest.raises(UserError, match="nothing to evaluate on"):
+        run_pipeline(build(Pipeline, document))
+    assert not (tmp_path / "out").exists()
