@@ -34,11 +34,12 @@ def cached_gguf(path: Path) -> Path:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     folder = env.cache_folder() / "gguf" / f"{path.stem}-{digest[:12]}"
-    make_folder(folder.parent, where="DANLU_CACHE")
-    with filelock.FileLock(folder.with_suffix(".lock")):  # the ranks of a job all ask for it
-        if not folder.is_dir():
-            log.info("converting %s to %s (once)", path, folder)
-            convert_gguf(path, folder)
+    if not folder.is_dir():
+        make_folder(folder.parent, where="DANLU_CACHE")
+        with filelock.FileLock(folder.with_name(f"{folder.name}.lock")):
+            if not folder.is_dir():  # another rank of this job may have made it meanwhile
+                log.info("converting %s to %s (once)", path, folder)
+                convert_gguf(path, folder)
     return folder
 
 

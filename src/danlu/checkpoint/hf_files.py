@@ -123,7 +123,8 @@ def write_folder(folder: Path, fill: Callable[[Path], None], *, overwrite: bool 
     folder = folder.absolute()
     part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    make_folder(part)
+    make_folder(folder.parent)
+    part.mkdir()
     try:
         fill(part)
         for file in part.iterdir():  # safetensors writes files only their owner can read; the folder knows the umask

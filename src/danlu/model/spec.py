@@ -130,6 +130,11 @@ class ModelSpec:
     sliding_layers: tuple[int, ...] | None = None
     eval_max_positions: int | None = None
 
+    @property
+    def longest_input(self) -> int:
+        """Tokens that the model takes outside training, prompt and continuation together."""
+        return min(self.max_positions, self.eval_max_positions or self.max_positions)
+
     def __post_init__(self) -> None:
         self.check_sizes()
         self.check_choices()

@@ -96,7 +96,7 @@ def plan_start(model: ModelSection, sources: Sequence[PackedDataset], held_out: 
             hint='set model.init = "random", or leave the size out',
         )
     _check_fit(spec, sources, spec.max_positions)
-    _check_fit(spec, held_out, min(spec.max_positions, spec.eval_max_positions or spec.max_positions))
+    _check_fit(spec, held_out, spec.longest_input)
     return Start(spec, weights)
 
 

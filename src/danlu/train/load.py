@@ -82,10 +82,10 @@ class TrainedModel:
             )
         return Tokenizer.load(self.tokenizer_folder)
 
-    @cached_property
+    @property
     def max_tokens(self) -> int:
         """Longest prompt and continuation together, in tokens."""
-        return min(self.spec.max_positions, self.spec.eval_max_positions or self.spec.max_positions)
+        return self.spec.longest_input
 
     @cached_property
     def end_of_turn(self) -> int | None:

@@ -138,8 +138,7 @@ def _check_inputs(stage: Stage, options: Section, output: Path) -> None:
         wanted = {name: getattr(options, name, None) for name in names}
     for key, value in wanted.items():
         for text in [value] if isinstance(value, str) else value or ():
-            made = Path(text).absolute().is_relative_to(output.absolute())
-            if not made and not Path(text).exists() and not glob.glob(text, recursive=True):
+            if not _is_below(text, output) and not any(_paths(text)):
                 raise UserError(
                     "no such file, folder or pattern",
                     where=f"stage {stage.name}: {key}",

@@ -26,8 +26,10 @@ from danlu.data.finance.world import (
     FEES,
     KINDS,
     RATED_KINDS,
+    SPACE,
     TERMS,
     TWO_DIGIT,
+    YUAN,
     Product,
     format_clause,
     format_comparison,
@@ -146,7 +148,7 @@ def ask_threshold(pool: Sequence[Product], language: str, split: str, dice: Dice
     # The claim in numbers, then how the numbers relate: whether the two agree is the answer.
     relation = f"{bound}{'>' if bound > value else '<'}{value}"
     comma, colon = PUNCTUATION[language]
-    claim = f"{bound} {side} {value}" if language == "en" else f"{bound}{side}{value}"
+    claim = SPACE[language].join([str(bound), side, str(value)])
     working = format_clause(key, value, language) + comma + claim + colon + relation
     return _ask([product], language, question, working, YES_NO[language][0 if yes else 1], content)
 
@@ -160,8 +162,9 @@ def ask_interest(pool: Sequence[Product], language: str, split: str, dice: Dice,
     question = _wording("interest", language, split, dice).format(
         principal=principal, years=years, name=product.name(language)
     )
-    answer = f"{yearly * years} yuan" if language == "en" else f"{yearly * years}元"
-    working = f"{yearly}*{years}={yearly * years}"
+    interest = yearly * years
+    answer = f"{interest}{SPACE[language]}{YUAN.of(language)}"
+    working = f"{yearly}*{years}={interest}"
     return _ask([product], language, question, working, answer, f"interest/{principal}/{years}")
 
 
@@ -196,11 +199,8 @@ def _compare(sheet: Sequence[Product], key: str, winner: Product, side: str, lan
     one, other = (product.values[key] for product in sheet)
     relation = f"{one}{'>' if one > other else '<'}{other}"
     column = COLUMNS[language][sheet.index(winner)]
-    comma, colon = PUNCTUATION[language]
-    if language == "en":
-        read, best = f"{one} | {other}", f"{side} {column} {winner.institution_name('en')}"
-    else:
-        read, best = f"{one}|{other}", f"{side}{column}{winner.institution_name('zh')}"
+    (comma, colon), space = PUNCTUATION[language], SPACE[language]
+    read, best = f"{one}{space}|{space}{other}", space.join([side, column, winner.institution_name(language)])
     return format_clause(key, read, language) + colon + relation + comma + best
 
 

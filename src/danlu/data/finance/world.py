@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from danlu.data.finance.dice import Dice
 
 LANGUAGES = ("en", "zh")
+SPACE = {"en": " ", "zh": ""}
 SPLITS = ("train", "validation", "test")
 
 
@@ -195,15 +196,14 @@ def _build_product(pair: tuple[int, int], kind: str, num_terms: int, dice: Dice)
     return Product(institution=pair[0], brand=pair[1], kind=kind, terms=terms)
 
 
-def format_value(key: str, value: int, language: str) -> str:
+def format_value(key: str, value: int | str, language: str) -> str:
     """Return ``value`` of term ``key`` with its unit, as passages and answers write it."""
-    unit = TERMS[key].unit.of(language)
-    return f"{value} {unit}" if language == "en" else f"{value}{unit}"
+    return f"{value}{SPACE[language]}{TERMS[key].unit.of(language)}"
 
 
 def format_clause(key: str, value: int | str, language: str) -> str:
     """Return term ``key`` with its value as passages, and the working of answers, write the two together."""
-    return f"{TERMS[key].name.of(language)}{' ' if language == 'en' else ''}{value}"
+    return f"{TERMS[key].name.of(language)}{SPACE[language]}{value}"
 
 
 def format_terms(terms: Iterable[tuple[str, int]], language: str) -> str:
@@ -226,12 +226,11 @@ def format_comparison(first: Product, second: Product, language: str) -> str:
     A clause that only one of them states shows a dash for the other.
     """
     kind = KINDS[first.kind][0].of(language)
-    joint = "; " if language == "en" else "；"
+    joint, space = "; " if language == "en" else "；", SPACE[language]
     clauses = []
     for key in dict.fromkeys([*first.values, *second.values]):
         one, other = (product.values.get(key, "-") for product in (first, second))
-        unit = TERMS[key].unit.of(language)
-        both = f"{one} | {other} {unit}" if language == "en" else f"{one}|{other}{unit}"
+        both = format_value(key, f"{one}{space}|{space}{other}", language)
         clauses.append(format_clause(key, both, language))
     one, other = COLUMNS[language]
     if language == "en":
