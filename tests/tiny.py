@@ -29,6 +29,8 @@ from danlu.data.dataset import PackedDataset, Rows
 from danlu.model.decoder import Decoder
 from danlu.model.presets import PRESETS
 from danlu.objective.cross_entropy import CrossEntropy, Loss
+from danlu.parallel.data import Reducer
+from danlu.train.optimizer import HybridOptimizer
 
 VOCAB = 64
 SENTENCES = [
@@ -164,11 +166,21 @@ def tiny_model(seed: int = 0, *, dropout: float = 0.0, **changes: Any) -> Decode
     return model.train()
 
 
-def language_loss(model: nn.Module, batch: MicroBatch) -> Loss:
+def language_loss(model: Decoder, batch: MicroBatch) -> Loss:
     """Return the summed cross-entropy of one micro-batch, as the training loop computes it."""
-    decoder = getattr(model, "module", model)
     hidden_BSD = model(batch.tokens_BS, positions_BS=batch.positions_BS, document_ids_BS=batch.document_ids_BS)
-    return CrossEntropy()(hidden_BSD, decoder.head_weight_VD, batch)
+    return CrossEntropy()(hidden_BSD, model.head_weight_VD, batch)
+
+
+def tiny_optimizer(model: nn.Module, **changes: Any) -> HybridOptimizer:
+    """Return the optimizer of one process over ``model``."""
+    settings = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "fused": False}
+    return HybridOptimizer(Reducer(list(model.named_parameters())), **{**settings, **changes})
+
+
+def state_of(optimizer: HybridOptimizer) -> dict[str, torch.Tensor]:
+    """Return the live state of an optimizer whose shards are whole parameters, by parameter and state name."""
+    return {name: piece.boxes[0][1] for name, piece in optimizer.tensors().items()}
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

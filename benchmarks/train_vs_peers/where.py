@@ -27,7 +27,8 @@ from danlu.data.batch import stack_rows, to_micro_batch
 from danlu.data.dataset import PackedDataset
 from danlu.model.decoder import Decoder
 from danlu.objective.cross_entropy import CrossEntropy
-from danlu.train.optimizer import build_optimizer, clip_gradients
+from danlu.parallel.data import Reducer
+from danlu.train.optimizer import HybridOptimizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GROUPS = {
@@ -83,8 +84,9 @@ def take_apart(model: Decoder, batch: Any) -> dict[str, Any]:
     """Return seconds of a step, of its phases, and of its operators by group."""
     objective = CrossEntropy()
     targets = int((batch.labels_BS != -100).sum())
-    optimizer = build_optimizer(
-        model.named_parameters(), learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, fused=True
+    reducer = Reducer(list(model.named_parameters()))
+    optimizer = HybridOptimizer(
+        reducer, learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, fused=True
     )
     phases: dict[str, list[float]] = defaultdict(list)
 
@@ -96,9 +98,9 @@ def take_apart(model: Decoder, batch: Any) -> dict[str, Any]:
         times.append(time.perf_counter())
         (loss / targets).backward()
         times.append(time.perf_counter())
-        clip_gradients(model.parameters(), 1.0)
+        optimizer.clip(1.0)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        reducer.zero()
         times.append(time.perf_counter())
         names = ("blocks forward", "head and loss, both directions", "blocks backward", "clipping and optimizer")
         for name, began, ended in zip(names, times, times[1:], strict=False):

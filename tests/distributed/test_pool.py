@@ -14,7 +14,7 @@ from distributed.pool import JobFailed, RankPool
 
 def _sum(offset: float) -> tuple[int, int, float]:
     with open_world(device="cpu") as world:
-        return world.rank, world.size, sum_over(world.data_group, world.rank + offset)[0]
+        return world.rank, world.size, sum_over(world.group, world.rank + offset)[0]
 
 
 def _fail_on(bad_rank: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from danlu.checkpoint.store import find_checkpoints
 from danlu.data.batch import MicroBatch
 from danlu.model.decoder import Decoder
 from danlu.objective.cross_entropy import Loss
-from danlu.parallel.data import apply_ddp, parameter_hash
-from danlu.parallel.mesh import open_world, sum_over
+from danlu.parallel.data import Reducer, ReplicaReducer, check_replicas, parameter_hash
+from danlu.parallel.mesh import World, open_world, sum_over
 from danlu.parallel.seed import set_seed
 from danlu.train import loop as loop_module
-from danlu.train.optimizer import clip_gradients
+from danlu.train.optimizer import HybridOptimizer
 from danlu.train.step import StepResult, count_tokens, forward_backward, reduce_losses
 from distributed.pool import RankPool
 from tiny import (
@@ -40,12 +41,20 @@ def step(rows: list[list[list[Document]]], changes: dict[str, Any]) -> tuple[dic
     with open_world(device="cpu") as world:
         model = tiny_model(**changes)
         batches = [micro_batch([row]) for row in rows[world.rank]]
-        wrapped = apply_ddp(model, world.data_group)
-        targets = int(sum_over(world.data_group, count_tokens(batches)[0])[0])
-        loss_sum, parts = forward_backward(
-            wrapped, language_loss, batches, valid_tokens=targets, device=torch.device("cpu")
-        )
-        return reduce_losses(StepResult(loss_sum, targets, 0.0, False, parts), world.data_group), gradients(model)
+        targets = int(sum_over(world.group, count_tokens(batches)[0])[0])
+        loss_sum, parts = one_step(model, batches, targets, world)
+        return reduce_losses(StepResult(loss_sum, targets, 0.0, False, parts), world), gradients(model)
+
+
+def one_step(model: Decoder, batches: list[MicroBatch], targets: int, world: World) -> Any:
+    reducer = replicas(model, world)
+    return forward_backward(
+        partial(language_loss, model), batches, reducer, valid_tokens=targets, device=torch.device("cpu")
+    )
+
+
+def replicas(model: nn.Module, world: World) -> ReplicaReducer:
+    return ReplicaReducer(list(model.named_parameters()), world.group, bucket_cap_mb=0.01)
 
 
 def check_against_one(pool: RankPool, rows: list[list[list[Document]]], **changes: Any) -> float:
@@ -99,9 +108,7 @@ def tied_gradient(rows: list[list[Document]]) -> torch.Tensor:
         model.to_empty(device="cpu")
         model.init_weights(0)
         assert model.head_weight_VD is model.embedding.weight
-        wrapped = apply_ddp(model, world.data_group)
-        batches = [micro_batch([row]) for row in rows[world.rank :: world.size]]
-        forward_backward(wrapped, language_loss, batches, valid_tokens=6, device=torch.device("cpu"))
+        one_step(model, [micro_batch([row]) for row in rows[world.rank :: world.size]], 6, world)
         assert model.head_weight_VD is model.embedding.weight
         assert model.embedding.weight.grad is not None
         return model.embedding.weight.grad.clone()
@@ -112,7 +119,8 @@ def untied_gradients(rows: list[list[Document]]) -> torch.Tensor:
     tied, model = tiny_model(tied_embeddings=True), tiny_model()
     model.load_state_dict({**tied.state_dict(), "head.weight": tied.embedding.weight.detach()})
     batches = [micro_batch([row]) for row in rows]
-    forward_backward(model, language_loss, batches, valid_tokens=6, device=torch.device("cpu"))
+    reducer = Reducer(list(model.named_parameters()))
+    forward_backward(partial(language_loss, model), batches, reducer, valid_tokens=6, device=torch.device("cpu"))
     grads = gradients(model)
     return grads["embedding.weight"] + grads["head.weight"]
 
@@ -132,9 +140,13 @@ def clipped(parts: list[list[float]], limit: float) -> tuple[float, list[float]]
     """Return the norm and the clipped gradients (a job for the pool)."""
     with open_world(device="cpu") as world:
         model = Line()
-        wrapped = apply_ddp(model, world.data_group)
-        wrapped(parts[world.rank]).backward()
-        norm = float(clip_gradients(model.parameters(), limit))
+        reducer = replicas(model, world)
+        optimizer = HybridOptimizer(
+            reducer, group=world.group, learning_rate=1.0, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0, fused=False
+        )
+        with reducer.micro_batch(last=True):
+            model(parts[world.rank]).backward()
+        norm = optimizer.clip(limit)
         return norm, [float(value.grad) for value in model.parameters() if value.grad is not None]
 
 
@@ -146,16 +158,16 @@ def test_br_018_019_the_norm_is_global_and_the_same_on_all_ranks(pool: RankPool)
 
 
 def started_apart(seeds: list[int]) -> tuple[str, str]:
-    """Return the parameters' hash before and after wrapping (a job for the pool)."""
+    """Return the parameters' hash before and after the check (a job for the pool)."""
     with open_world(device="cpu") as world:
         model = tiny_model(seeds[world.rank])
         before = parameter_hash(model)
-        apply_ddp(model, world.data_group)
+        check_replicas(model, world.group)
         return before, parameter_hash(model)
 
 
 def test_br_224_replicas_that_start_apart_are_found_and_made_equal(pool: RankPool) -> None:
-    """Different seeds give different hashes; after wrapping all ranks hold rank 0's weights."""
+    """Different seeds give different hashes; after the check all ranks hold rank 0's weights."""
     (first, after_first), (second, after_second) = pool.run(2, started_apart, [0, 1])
     assert first != second
     assert after_first == after_second == first
@@ -164,7 +176,7 @@ def test_br_224_replicas_that_start_apart_are_found_and_made_equal(pool: RankPoo
 
 
 def warned(seeds: list[int]) -> list[str]:
-    """Return what was warned about while wrapping (a job for the pool)."""
+    """Return what the check warned about (a job for the pool)."""
     import logging
 
     from danlu.base.log import log
@@ -208,14 +220,14 @@ def poisoned(data: Path, output: Path, bad_rank: int, bad_step: int, *words: str
 
     plain, calls = loop_module.forward_backward, iter(range(1, 100))
 
-    def broken(model: Any, compute_loss: Any, *args: Any, **options: Any) -> Any:
+    def broken(compute_loss: Any, *args: Any, **options: Any) -> Any:
         bad = next(calls) == bad_step and env.ranks().rank == bad_rank
 
-        def compute(model: nn.Module, batch: MicroBatch) -> Loss:
-            loss = compute_loss(model, batch)
+        def compute(batch: MicroBatch) -> Loss:
+            loss = compute_loss(batch)
             return Loss(loss.total * (float("nan") if bad else 1.0))
 
-        return plain(model, compute, *args, **options)
+        return plain(compute, *args, **options)
 
     loop_module.forward_backward = broken  # type: ignore[assignment]
     try:

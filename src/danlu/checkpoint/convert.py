@@ -28,6 +28,7 @@ from danlu.checkpoint.sidecars import write_sidecars
 from danlu.model.decoder import Decoder
 from danlu.model.families import FAMILIES, TensorMap, hf_extras, hf_from_spec, hf_names, spec_from_hf
 from danlu.model.spec import ModelSpec
+from danlu.parallel.placement import Piece
 
 _HEAD = "lm_head.weight"
 
@@ -78,16 +79,28 @@ def load_hf_weights(
     Raises:
         UserError: tensors missing, unexpected (both lists, exact names) or of the wrong shape, or an unsafe file.
     """
-    folder = Path(folder)
     if dtype is not None:
         model.to(dtype)
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device)
+    fill_from_hf(model.spec, dict(model.named_parameters()), folder)
+
+
+@torch.no_grad()
+def fill_from_hf(spec: ModelSpec, targets: Mapping[str, Tensor | Piece], folder: Path | str) -> None:
+    """Fill ``targets`` (FQN -> parameter, or this rank's piece of it) from an HF folder; see `load_hf_weights`.
+
+    Parameters that are not among the targets (another pipeline stage's) are checked by name only.
+    """
+    folder = Path(folder)
     files = open_tensors(folder)
-    parameters = dict(model.named_parameters())
-    for name, tensor_map in _match_names(model.spec, files.names, folder).items():
+    shapes = spec.parameter_shapes()
+    maps = _match_names(spec, files.names, folder)
+    for name, tensor_map in maps.items():
+        if not any(fqn in targets for fqn in tensor_map.fqns):
+            continue
         tensor = files.read(name)
-        shape = (sum(tensor_map.rows), *parameters[tensor_map.fqns[0]].shape[1:])
+        shape: tuple[int, ...] = (sum(tensor_map.rows), *shapes[tensor_map.fqns[0]][1:])
         shape = shape[::-1] if tensor_map.transpose else shape
         if tensor.shape != shape:
             raise UserError(
@@ -96,10 +109,11 @@ def load_hf_weights(
             )  # fmt: skip
         stacked = tensor.t() if tensor_map.transpose else tensor
         for fqn, piece in zip(tensor_map.fqns, stacked.split(tensor_map.rows), strict=True):
-            parameters[fqn].copy_(piece)
-    if model.spec.tied_embeddings and _HEAD in files.names:
-        head = files.read(_HEAD).to(model.head_weight_VD)
-        if not torch.equal(head, model.head_weight_VD):
+            if fqn in targets:
+                targets[fqn].copy_(piece)
+    if spec.tied_embeddings and _HEAD in files.names:
+        table = next(name for name, tensor_map in maps.items() if tensor_map.fqns == ("embedding.weight",))
+        if not torch.equal(files.read(_HEAD), files.read(table)):
             raise UserError(
                 "config.json ties the embeddings but the file holds another head",
                 where=str(folder),

@@ -36,6 +36,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from danlu.base.errors import RunError, UserError
 from danlu.base.log import log
+from danlu.checkpoint.pieces import PieceLoadPlanner, PieceSavePlanner, wrap_pieces
+from danlu.parallel.placement import Piece
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8})")
@@ -123,12 +125,12 @@ class CheckpointStore:
         found = find_checkpoints(self.folder)
         return open_checkpoint(found[-1]) if found else None
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
+    def save(self, step: int, tensors: Mapping[str, Tensor | Piece], record: Mapping[str, Any]) -> None:
         """Save under ``step``. Returns once the tensors are copied (asynchronous) or committed.
 
         Args:
             step: optimizer steps done.
-            tensors: names to tensors; a name that several ranks hold is written once.
+            tensors: names to tensors, or to this rank's pieces of them; what several ranks hold is written once.
             record: JSON values, equal on every rank.
 
         Raises:
@@ -166,13 +168,18 @@ class CheckpointStore:
         finally:
             self._writer.shutdown(wait=True)
 
-    def _write(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
+    def _write(self, step: int, tensors: dict[str, Tensor | Piece], record: dict[str, Any]) -> None:
         final = self.folder / f"step-{step:08d}"
         partial = final.with_name(final.name + _PARTIAL)
         if self.group.rank() == 0:
             self._sweep()  # what a run that was killed has left
         dist.barrier(self.group)
-        dcp.save(tensors, storage_writer=_Writer(partial, sync_files=True), process_group=self.group)
+        dcp.save(
+            wrap_pieces(tensors),
+            storage_writer=_Writer(partial, sync_files=True),
+            planner=PieceSavePlanner(),
+            process_group=self.group,
+        )
         if self.group.rank() == 0:
             _write_durably(partial / _RECORD, json.dumps(record, indent=2))
             _sync_folder(partial)
@@ -192,22 +199,34 @@ class CheckpointStore:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, unread: tuple[str, ...] = ()) -> None:
-    """Fill ``tensors`` in place from a checkpoint.
+def load_tensors(
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, Tensor | Piece],
+    *,
+    unread: tuple[str, ...] = (),
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Fill ``tensors`` in place from a checkpoint, whatever layout wrote it.
 
     Args:
         checkpoint: a committed checkpoint.
-        tensors: names to the live tensors that are to be overwritten.
+        tensors: names to the live tensors, or pieces of them, that are to be overwritten.
         unread: prefixes of names that the checkpoint may hold without being asked for (``("optimizer.", "rng.")`` to
             read the model alone).
+        group: ranks that together ask for everything in the checkpoint; None where this one does.
 
     Raises:
         UserError: names or shapes differ (both directions are listed), or the checkpoint holds pickled objects.
     """
     reader = _Reader(checkpoint.folder)
     entries = reader.read_metadata().state_dict_metadata
-    missing = sorted(set(tensors) - set(entries))
-    extra = sorted(name for name in set(entries) - set(tensors) if not name.startswith(unread))
+    asked = set(tensors)
+    if group is not None and group.size() > 1:
+        everyone: list[set[str]] = [asked] * group.size()
+        dist.all_gather_object(everyone, asked, group=group)
+        asked = set().union(*everyone)
+    missing = sorted(asked - set(entries))
+    extra = sorted(name for name in set(entries) - asked if not name.startswith(unread))
     if missing or extra:
         raise UserError(
             "the checkpoint and this run do not hold the same tensors",
@@ -225,7 +244,7 @@ def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, unrea
                 legal=f"{tuple(tensor.shape)}",
             )
     try:
-        dcp.load(dict(tensors), storage_reader=reader)
+        dcp.load(wrap_pieces(tensors), storage_reader=reader, planner=PieceLoadPlanner(), process_group=group)
     except CheckpointException as error:
         raise UserError(
             f"the checkpoint cannot be read: {_first_cause(error)}",
@@ -298,7 +317,9 @@ class _Reader(dcp.FileSystemReader):
         return metadata
 
 
-def _to_host(tensor: Tensor) -> Tensor:
+def _to_host(tensor: Tensor | Piece) -> Tensor | Piece:
+    if isinstance(tensor, Piece):
+        return tensor.to_host()
     tensor = tensor.detach()
     return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu")
 

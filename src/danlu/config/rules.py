@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from danlu.base.errors import UserError
+from danlu.base.layout import Degrees, solve_degrees
 from danlu.config.schema import Config, ModelSection
 
 SIZE_KEYS = (
@@ -101,6 +102,14 @@ def check_effect(config: Config) -> None:
         idle["schedule.decay_fraction"] = f'schedule.kind = "{config.schedule.kind}" has no separate decay'
     if config.schedule.kind == "constant":
         idle["schedule.min_ratio"] = 'schedule.kind = "constant" never decays'
+    parallel = config.parallel
+    if parallel.tp == 1:
+        idle["parallel.sp"] = "it is about tensor parallelism, and parallel.tp = 1"
+    if parallel.zero != 3:
+        why = f"it is about parallel.zero = 3, and zero = {parallel.zero}"
+        idle |= dict.fromkeys(("parallel.reshard_after_forward", "parallel.prefetch"), why)
+    else:
+        idle["parallel.bucket_cap_mb"] = "with parallel.zero = 3 a block is the unit of communication"
     for key, why in idle.items():
         section, name = key.split(".")
         value, default = getattr(getattr(config, section), name), getattr(getattr(Config(), section), name)
@@ -113,23 +122,24 @@ def check_effect(config: Config) -> None:
             )
 
 
-def solve_data_degree(config: Config, world_size: int) -> int:
-    """Return the number of data ranks.
+def solve_layout(config: Config, world_size: int) -> Degrees:
+    """Return the ranks on each parallel axis.
 
     Raises:
-        UserError: the degrees do not multiply to ``world_size``.
+        UserError: the degrees do not multiply to ``world_size``, or nothing is split over ``dp_shard``.
     """
-    degree = config.parallel.dp_replicate
-    if degree == -1:
-        return world_size
-    if degree == 0 or degree != world_size:
+    parallel = config.parallel
+    wanted = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard, "tp": parallel.tp}
+    degrees = solve_degrees({"pp": 1, "cp": 1, **wanted}, world_size=world_size, zero=parallel.zero)
+    if degrees.dp_shard > 1 and parallel.zero == 0:
         raise UserError(
-            "the parallel degrees must multiply to the number of processes",
-            where="parallel.dp_replicate",
-            seen=f"dp_replicate={degree} on {world_size} processes",
-            legal=f"-1 or {world_size}",
+            "zero = 0 splits nothing over dp_shard",
+            where="parallel.dp_shard",
+            seen=degrees.dp_shard,
+            legal="1 (the default)",
+            hint="set parallel.zero to 1, 2 or 3, or use dp_replicate",
         )
-    return degree
+    return degrees
 
 
 def check_batch(config: Config, data_degree: int) -> None:
@@ -161,14 +171,14 @@ def micro_batch_size(config: Config, data_degree: int) -> int:
     return min(config.train.micro_batch_size, config.train.global_batch_size // data_degree)
 
 
-def check_config(config: Config, world_size: int) -> int:
-    """Apply every rule for a run on ``world_size`` processes and return the number of data ranks."""
+def check_config(config: Config, world_size: int) -> Degrees:
+    """Apply every rule for a run on ``world_size`` processes and return its layout."""
     check_duration(config)
     check_data(config)
     check_eval(config)
     check_init(config)
     check_schedule(config)
     check_effect(config)
-    data_degree = solve_data_degree(config, world_size)
-    check_batch(config, data_degree)
-    return data_degree
+    degrees = solve_layout(config, world_size)
+    check_batch(config, degrees.data)
+    return degrees

@@ -10,7 +10,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 
 class Section(BaseModel):
@@ -25,8 +34,16 @@ def _one_or_many(value: object) -> object:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("a degree is -1 or at least 1")
+    return value
+
+
 Paths = Annotated[tuple[str, ...], BeforeValidator(_one_or_many, json_schema_input_type=str | tuple[str, ...])]
 """One path or a list of paths."""
+Degree = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]
+"""Ranks on one parallel axis; -1 is what is left."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -136,8 +153,20 @@ class TrainSection(Section):
 class ParallelSection(Section):
     """How the work is split over ranks."""
 
-    dp_replicate: Annotated[int, Field(ge=-1)] = -1
-    """Copies of the model that share the batch (DDP); -1: all ranks."""
+    dp_replicate: Degree | None = None
+    """Copies of the model that share the batch; -1: what is left. Unset: what is left with `zero = 0`, else 1."""
+    dp_shard: Degree | None = None
+    """Ranks that split what a copy holds, as far as `zero` says; -1: what is left. Unset: what is left with `zero`."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What `dp_shard` ranks split (arXiv 1910.02054): 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters."""
+    reshard_after_forward: bool = True
+    """`zero = 3`: free a block's whole parameters after its forward pass and gather them again for the backward."""
+    prefetch: NonNegativeInt = 1
+    """`zero = 3`: blocks that are gathered ahead of the one at work."""
+    tp: Degree = 1
+    """Ranks that split every matrix (tensor parallelism, arXiv 1909.08053); -1: what is left."""
+    sp: bool = True
+    """With `tp`: split norms and residuals by sequence between the matrices (arXiv 2205.05198)."""
     bucket_cap_mb: PositiveFloat = 25.0
     """Size of a gradient bucket in MiB; a bucket is reduced while the backward pass goes on."""
     timeout_seconds: PositiveInt = 600

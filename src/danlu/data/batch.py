@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from danlu.data.dataset import Rows
 
@@ -66,3 +67,13 @@ def stack_rows(rows: Rows) -> np.ndarray:
 def to_micro_batch(stacked: np.ndarray) -> MicroBatch:
     """View the result of `stack_rows` as torch tensors, without a copy."""
     return MicroBatch(*torch.from_numpy(stacked).unbind(0))
+
+
+def pad_length(batch: MicroBatch, multiple: int) -> MicroBatch:
+    """Return the batch with rows padded at the end to a multiple of ``multiple`` tokens (itself where they are)."""
+    missing = -batch.tokens_BS.shape[1] % multiple
+    if not missing:
+        return batch
+    fill = (0, IGNORE, 0, -1)
+    padded = (F.pad(tensor, (0, missing), value=value) for tensor, value in zip(batch, fill, strict=True))
+    return MicroBatch(*padded)

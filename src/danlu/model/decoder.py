@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -142,19 +143,8 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """Draw every parameter anew: the same values for the same seed, whatever device or world the model lives in."""
-        plain_std = math.sqrt(2 / (5 * self.spec.hidden_size))
-        residual_std = plain_std / math.sqrt(2 * self.spec.num_layers)
         for name, parameter in self.named_parameters():
-            module, _, leaf = name.rpartition(".")
-            if leaf == "bias":
-                parameter.zero_()
-            elif parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
-                std = residual_std if module.endswith((".attention.output", ".mlp.down")) else plain_std
-                digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+            parameter.copy_(initial_value(self.spec, name, parameter.shape, seed))
 
     def check_length(self, length: int) -> None:
         """Raise `UserError` where a row of ``length`` tokens has no positions in this model."""
@@ -174,6 +164,21 @@ class Decoder(nn.Module):
         if scaling is not None and scaling.kind == "dynamic":
             lengths_BS = count_lengths(positions_BS, document_ids_BS)
         return rotation(self.spec, positions_BS, self.compute_dtype, lengths_BS)
+
+
+def initial_value(spec: ModelSpec, name: str, shape: Sequence[int], seed: int) -> Tensor:
+    """Return what the parameter ``name`` of a whole model starts as, fp32 on the CPU, [shape]."""
+    module, _, leaf = name.rpartition(".")
+    if leaf == "bias":
+        return torch.zeros(*shape)
+    if len(shape) == 1:
+        return torch.ones(*shape)
+    std = math.sqrt(2 / (5 * spec.hidden_size))
+    if module.endswith((".attention.output", ".mlp.down")):
+        std /= math.sqrt(2 * spec.num_layers)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.empty(*shape).normal_(0.0, std, generator=generator)
 
 
 def count_positions(tokens_BS: Tensor, document_ids_BS: Tensor | None) -> Tensor:

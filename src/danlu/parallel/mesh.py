@@ -19,32 +19,59 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from danlu.base import env
 from danlu.base.errors import UserError
+from danlu.base.layout import AXES, Degrees
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place, its device, the mesh of named axes, and the group that checkpoints use."""
+    """This process's place in the job, its device and the groups that it shares with others.
+
+    Attributes:
+        degrees: ranks per axis.
+        mesh: one dimension an axis, in the order of `layout.AXES`.
+        group: all ranks.
+        reduce_group: ranks that hold the same parameters and sum their gradients: dp_replicate x dp_shard x cp.
+        shard_group: the part of ``reduce_group`` that ZeRO splits over: dp_shard x cp.
+        checkpoint_group: all ranks, for the thread that writes checkpoints.
+    """
 
     rank: int
     size: int
     device: torch.device
+    degrees: Degrees
     mesh: DeviceMesh
+    group: dist.ProcessGroup
+    reduce_group: dist.ProcessGroup
+    shard_group: dist.ProcessGroup
     checkpoint_group: dist.ProcessGroup
+
+    def place(self, axis: str) -> int:
+        """Return this rank's index on one axis."""
+        return int(self.mesh.get_local_rank(axis))
+
+    def axis_group(self, axis: str) -> dist.ProcessGroup:
+        """Return the ranks that differ from this one on ``axis`` only."""
+        return self.mesh.get_group(axis)
 
     @property
     def data_rank(self) -> int:
-        """Index over ``dp_replicate`` (x ``dp_shard``, once there is one)."""
-        return int(self.mesh.get_local_rank("dp_replicate"))
+        """Index over dp_replicate x dp_shard; tp, cp and pp peers have the same and see the same rows."""
+        return self.place("dp_replicate") * self.degrees.dp_shard + self.place("dp_shard")
 
     @property
     def data_degree(self) -> int:
         """Number of data ranks."""
-        return int(self.mesh.size(self.mesh.mesh_dim_names.index("dp_replicate") if self.mesh.mesh_dim_names else 0))
+        return self.degrees.data
 
     @property
-    def data_group(self) -> dist.ProcessGroup:
-        """The ranks that share a global batch."""
-        return self.mesh.get_group("dp_replicate")
+    def counts_rows(self) -> bool:
+        """Whether this rank speaks for its data rank where rows or tokens are counted over all ranks."""
+        return self.place("pp") == self.place("cp") == self.place("tp") == 0
+
+    @property
+    def counts_losses(self) -> bool:
+        """Whether this rank's losses count: tensor parallel peers compute the same ones, other stages none."""
+        return self.place("tp") == 0 and self.place("pp") == self.degrees.pp - 1
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:
@@ -68,13 +95,14 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
 
 
 @contextmanager
-def open_world(*, device: str = "auto", timeout_seconds: int = 600) -> Iterator[World]:
+def open_world(degrees: Degrees | None = None, *, device: str = "auto", timeout_seconds: int = 600) -> Iterator[World]:
     """Join the job that the launcher describes (or a job of one) and leave it at the end.
 
     An error inside leaves a group with peers as it is: tearing it down could wait for them, and they may be waiting for
     this rank. The process is expected to end, which closes its connections and so frees them.
 
     Args:
+        degrees: ranks per axis; None makes every rank a copy (dp_replicate).
         device: ``auto``, ``cpu`` or ``cuda``.
         timeout_seconds: longest time that one collective may take.
 
@@ -96,13 +124,24 @@ def open_world(*, device: str = "auto", timeout_seconds: int = 600) -> Iterator[
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
-        mesh = init_device_mesh(here.type, (place.world_size,), mesh_dim_names=("dp_replicate",))
-        yield World(place.rank, place.world_size, here, mesh, dist.new_group(backend="gloo", timeout=timeout))
+        yield _make_world(place.rank, place.world_size, here, degrees, timeout)
     except BaseException:
         if place.world_size == 1:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def _make_world(rank: int, size: int, device: torch.device, degrees: Degrees | None, timeout: timedelta) -> World:
+    degrees = degrees or Degrees(dp_replicate=size)
+    if degrees.world_size != size:
+        raise UserError("the parallel degrees do not multiply to the number of processes", seen=f"{degrees} on {size}")
+    mesh = init_device_mesh(device.type, degrees.shape, mesh_dim_names=AXES)
+    shard_group = mesh["dp_shard", "cp"]._flatten("shard").get_group()
+    reduce_group = mesh["dp_replicate", "dp_shard", "cp"]._flatten("reduce").get_group()
+    checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
+    assert dist.group.WORLD is not None
+    return World(rank, size, device, degrees, mesh, dist.group.WORLD, reduce_group, shard_group, checkpoint_group)
 
 
 def sum_over(group: dist.ProcessGroup, *values: float) -> list[float]:

@@ -8,6 +8,7 @@ so neighbouring seeds share nothing.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 
@@ -18,6 +19,14 @@ def derive_seed(seed: int, *labels: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def set_seed(seed: int, *, data_rank: int, step: int = 0) -> None:
-    """Seed this rank's torch generators (CPU and CUDA) for what may differ between data ranks, such as dropout."""
-    torch.manual_seed(derive_seed(seed, "data", data_rank, step))
+def set_seed(seed: int, *, data_rank: int, parts: Sequence[int] = (), step: int = 0) -> None:
+    """Seed this rank's torch generators (CPU and CUDA) for what may differ between ranks, such as dropout.
+
+    Args:
+        seed: the run's.
+        data_rank: ranks with other rows draw other numbers.
+        parts: the rank's places on the axes along which it holds other activations of the same rows: stage, part of the
+            sequence. A tensor parallel peer that holds the same activations must have the same.
+        step: optimizer steps done.
+    """
+    torch.manual_seed(derive_seed(seed, "data", data_rank, *parts, step))

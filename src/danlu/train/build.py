@@ -6,34 +6,39 @@ Functions here are the only ones that read the config and hand plain values to t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from danlu.base.devices import peak_flops
 from danlu.base.errors import UserError
-from danlu.checkpoint.convert import load_hf, load_hf_weights
+from danlu.base.layout import Degrees, check_tensor
+from danlu.checkpoint.convert import fill_from_hf, load_hf
 from danlu.checkpoint.hub import local_folder, resolve_model
 from danlu.checkpoint.store import Checkpoint
 from danlu.config.rules import micro_batch_size, size_overrides
 from danlu.config.schema import Config, ModelSection
+from danlu.data.batch import MicroBatch, pad_length
 from danlu.data.dataset import PackedDataset, RowSource
 from danlu.data.loader import Loader
 from danlu.data.order import split_rows
-from danlu.model.decoder import Decoder
+from danlu.model.decoder import Decoder, initial_value
 from danlu.model.flops import train_flops_per_token
 from danlu.model.presets import PRESETS
 from danlu.model.spec import ModelSpec
-from danlu.objective.cross_entropy import CrossEntropy, Objective
-from danlu.parallel.data import apply_ddp
+from danlu.objective.cross_entropy import CrossEntropy, Objective, VocabularyShard
+from danlu.parallel.data import Reducer, ReplicaReducer, check_replicas
 from danlu.parallel.mesh import World
-from danlu.train.load import DTYPES, find_checkpoint, load_checkpoint_weights, spec_from_record
+from danlu.parallel.placement import Block, Piece
+from danlu.parallel.shard import FullShardReducer, ShardedGradientReducer, ShardedReducer, local_range
+from danlu.parallel.tensor import apply_tensor
+from danlu.train.load import DTYPES, fill_from_checkpoint, find_checkpoint, spec_from_record
 from danlu.train.metrics import Rates
-from danlu.train.optimizer import build_optimizer, can_fuse
+from danlu.train.optimizer import HybridOptimizer, can_fuse
+from danlu.train.step import Forward
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,19 @@ class Start:
 
     spec: ModelSpec
     weights: Path | Checkpoint | None
+
+
+def check_layout(config: Config, spec: ModelSpec, degrees: Degrees, sequence_length: int) -> None:
+    """Raise `UserError` where this model, or its rows, cannot be laid out so."""
+    check_tensor(degrees.tp, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, mlp_size=spec.mlp_size)
+    padded = sequence_length + -sequence_length % degrees.tp
+    if degrees.tp > 1 and config.parallel.sp and spec.positions == "learned" and padded > spec.max_positions:
+        raise UserError(
+            "sequence parallelism pads the rows beyond the model's positions",
+            where="parallel.sp",
+            seen=f"rows of {sequence_length} tokens on tp={degrees.tp}, {spec.max_positions} positions",
+            hint="set parallel.sp = false, or build rows whose length is a multiple of tp",
+        )
 
 
 def open_sources(paths: Sequence[str], on_corrupt: str) -> list[PackedDataset]:
@@ -135,36 +153,99 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     )
 
 
-def build_model(config: Config, start: Start, world: World) -> tuple[Decoder, nn.Module]:
-    """Return the model and the module that wraps it for training (the same one where nothing wraps it)."""
-    dtype = pick_dtype(config.precision.compute_dtype, world.device)
+@dataclass(frozen=True)
+class Built:
+    """A model on this rank, ready to train."""
+
+    model: Decoder
+    """This rank's part of it."""
+    blocks: Mapping[str, Block]
+    """Where each of its parameters lies in the whole model, before ZeRO."""
+    reducer: Reducer
+    """Sums gradients over ranks."""
+
+    def pieces(self) -> dict[str, Piece]:
+        """Return FQN -> what this rank holds of the whole parameter (live)."""
+        return model_pieces(self.model, self.blocks)
+
+
+def model_pieces(model: Decoder, blocks: Mapping[str, Block]) -> dict[str, Piece]:
+    """Return FQN -> what this rank holds of the whole parameter (live)."""
+    return {name: Piece(blocks[name], *local_range(parameter)) for name, parameter in model.named_parameters()}
+
+
+def build_model(config: Config, start: Start, world: World) -> Built:
+    """Return this rank's part of the model, filled, and what reduces its gradients."""
+    parallel, dtype = config.parallel, pick_dtype(config.precision.compute_dtype, world.device)
+    shard_group, copies = world.shard_group, world.axis_group("dp_replicate")
     with torch.device("meta"):  # a shape without memory, so that what splits it later never sees the whole
         model = Decoder(start.spec, compute_dtype=dtype, dropout=config.model.dropout)
-    # adapters, tensor, context and expert parallelism, recompute and compile come here, in this order
-    model.to_empty(device=world.device)
-    if start.weights is None:
-        model.init_weights(config.train.seed)  # from the seed alone: equal on every rank
-    elif isinstance(start.weights, Path):
-        load_hf_weights(model, start.weights)
+    # tensor parallelism first: it changes the parameters' shapes, which everything after it takes as they are
+    blocks = apply_tensor(model, world.axis_group("tp"), sp=parallel.sp)
+    reducer: Reducer | None = None
+    if parallel.zero == 3:  # while still on meta: no rank ever holds the whole
+        reducer = FullShardReducer(
+            model, shard_group, copies, reshard_after_forward=parallel.reshard_after_forward,
+            prefetch=parallel.prefetch, device=world.device,
+        )  # fmt: skip
     else:
-        load_checkpoint_weights(model, start.weights)
+        model.to_empty(device=world.device)
+    _fill(model_pieces(model, blocks), start, world, config.train.seed)
     model.train()
-    # last, because it takes hold of the parameters as they are
-    return model, apply_ddp(model, world.data_group, bucket_cap_mb=config.parallel.bucket_cap_mb)
+    if reducer is None:  # last, because it takes hold of the parameters as they are
+        check_replicas(model, world.reduce_group)
+        reducer = _build_reducer(model, config, world)
+    return Built(model, blocks, reducer)
 
 
-def build_objective(config: Config) -> Objective:
+@torch.no_grad()
+def _fill(pieces: Mapping[str, Piece], start: Start, world: World, seed: int) -> None:
+    """Give every parameter its first value, one whole tensor at a time."""
+    if isinstance(start.weights, Path):
+        fill_from_hf(start.spec, pieces, start.weights)
+    elif start.weights is not None:
+        fill_from_checkpoint(pieces, start.weights, world.checkpoint_group)
+    else:  # from seed and name alone: the same model for every layout
+        for name, piece in pieces.items():
+            piece.copy_(initial_value(start.spec, name, piece.shape, seed))
+
+
+def _build_reducer(model: Decoder, config: Config, world: World) -> Reducer:
+    named, cap = list(model.named_parameters()), config.parallel.bucket_cap_mb
+    if world.reduce_group.size() == 1:
+        return Reducer(named)
+    if config.parallel.zero == 0 or world.shard_group.size() == 1:
+        return ReplicaReducer(named, world.reduce_group, bucket_cap_mb=cap)
+    kind = ShardedReducer if config.parallel.zero == 1 else ShardedGradientReducer
+    return kind(named, world.shard_group, world.axis_group("dp_replicate"), bucket_cap_mb=cap)
+
+
+def build_objective(config: Config, spec: ModelSpec, world: World) -> Objective:
     """Return what is minimised."""
-    return CrossEntropy(max_chunk_bytes=int(config.precision.loss_chunk_mib * 2**20))
+    shard = VocabularyShard.of(world.axis_group("tp"), spec.vocab_size) if world.degrees.tp > 1 else None
+    return CrossEntropy(max_chunk_bytes=int(config.precision.loss_chunk_mib * 2**20), shard=shard)
 
 
-def build_optimizer_for(config: Config, model: Decoder) -> torch.optim.AdamW:
-    """Return the optimizer over the model's trainable parameters."""
-    wanted, possible = config.optimizer.fused, can_fuse(model.parameters())
+def build_forward(config: Config, built: Built, objective: Objective, world: World) -> Forward:
+    """Return what makes a micro-batch's loss on this layout."""
+    multiple = world.degrees.tp if config.parallel.sp else 1
+
+    def lay_out(batch: MicroBatch) -> MicroBatch:
+        return pad_length(batch, multiple)
+
+    return Forward(built.model, objective, device=world.device, lay_out=lay_out)
+
+
+def build_optimizer(config: Config, built: Built, world: World) -> HybridOptimizer:
+    """Return the optimizer over this rank's shards of the trainable parameters."""
+    wanted, possible = config.optimizer.fused, can_fuse(built.model.parameters())
     if wanted == "on" and not possible:
         raise UserError("no fused AdamW for these parameters", where="optimizer.fused", seen="on", legal="auto, off")
-    return build_optimizer(
-        model.named_parameters(),
+    return HybridOptimizer(
+        built.reducer,
+        blocks=built.blocks,
+        group=world.group,
+        tensor_group=world.axis_group("tp"),
         learning_rate=config.optimizer.learning_rate,
         beta1=config.optimizer.beta1,
         beta2=config.optimizer.beta2,

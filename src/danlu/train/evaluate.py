@@ -12,59 +12,51 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from danlu.data.batch import IGNORE, MicroBatch
+from danlu.data.batch import IGNORE
 from danlu.data.dataset import RowSource
 from danlu.data.loader import EvalLoader
-from danlu.model.decoder import Decoder
-from danlu.objective.cross_entropy import Objective
-from danlu.parallel.mesh import sum_over
+from danlu.parallel.mesh import World, sum_over
+from danlu.train.step import Forward
 
 
 @torch.no_grad()
 def held_out_loss(
-    model: Decoder,
-    objective: Objective,
+    forward: Forward,
     datasets: Sequence[RowSource],
     *,
-    group: dist.ProcessGroup,
-    device: torch.device,
+    world: World,
     micro_batch_size: int,
     max_rows: int | None = None,
 ) -> dict[str, float]:
     """Return ``loss``, ``perplexity``, ``bits_per_byte``, ``tokens`` (targets) and ``rows`` over all data sets.
 
     Args:
-        model: unwrapped; left in the mode (training or not) it came in.
-        objective: gives the summed loss of a micro-batch.
+        forward: gives the summed loss of a micro-batch; its model is left in the mode (training or not) it came in.
         datasets: held-out data.
-        group: the data ranks; each evaluates its share, and all get the same numbers.
-        device: where the model is.
+        world: each data rank evaluates its share, and all ranks get the same numbers.
         micro_batch_size: sequences per forward pass.
         max_rows: only the first rows of each data set.
     """
-    was_training = model.training
-    model.eval()
+    was_training = forward.model.training
+    forward.model.eval()
     total, targets, num_bytes, rows = 0.0, 0, 0, 0
     for dataset in datasets:
         loader = EvalLoader(
             dataset,
             micro_batch_size=micro_batch_size,
-            data_rank=group.rank(),
-            data_degree=group.size(),
+            data_rank=world.data_rank,
+            data_degree=world.data_degree,
             max_rows=max_rows,
             trim_padding=True,
         )
         for batch in loader:
-            moved = MicroBatch(*(tensor.to(device) for tensor in batch))
-            hidden_BSD = model(moved.tokens_BS, positions_BS=moved.positions_BS, document_ids_BS=moved.document_ids_BS)
-            total += float(objective(hidden_BSD, model.head_weight_VD, moved).total)
+            total += float(forward(batch).total)
             targets += int((batch.labels_BS != IGNORE).sum())
         num_bytes += dataset.target_bytes(np.arange(loader.num_rows))
         rows += loader.num_rows
-    model.train(was_training)
-    total, count = sum_over(group, total, targets)
+    forward.model.train(was_training)
+    total, count = sum_over(world.group, total if world.counts_losses else 0.0, targets if world.counts_rows else 0)
     loss = total / max(count, 1)
     return {
         "loss": loss,

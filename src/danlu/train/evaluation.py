@@ -39,6 +39,7 @@ from danlu.train.evaluate import held_out_loss
 from danlu.train.load import TrainedModel, is_run, load_model
 from danlu.train.questions import Asked, QuestionForm, encode_prompts, read_asked, sample_asked
 from danlu.train.scores import Reply, Stratum, final_answer, majority_answers, score_groups, score_replies
+from danlu.train.step import Forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def _held_out(
 ) -> dict[str, float | None]:
     check_same_tokens(opened, sources)
     numbers = held_out_loss(
-        opened.model, CrossEntropy(), sources, group=world.data_group, device=world.device,
+        Forward(opened.model, CrossEntropy(), device=world.device), sources, world=world,
         micro_batch_size=options.batch_size, max_rows=options.max_rows,
     )  # fmt: skip
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}

@@ -24,6 +24,8 @@ from typing import Any
 
 import jinja2
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from danlu.base import env
 from danlu.base.errors import UserError, unknown_name
@@ -35,6 +37,7 @@ from danlu.model.decoder import Decoder
 from danlu.model.generate import generate
 from danlu.model.spec import ModelSpec, RopeScaling
 from danlu.parallel.mesh import pick_device
+from danlu.parallel.placement import Piece
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -229,13 +232,21 @@ def find_end_of_turn(tokenizer: Tokenizer) -> int | None:
     return found[0] if found else None
 
 
-def load_checkpoint_weights(model: Decoder, saved: Checkpoint) -> None:
-    """Fill ``model`` with a checkpoint's weights and leave the rest of it unread."""
-    tensors = {f"model.{fqn}": parameter.detach() for fqn, parameter in model.named_parameters()}
+def fill_from_checkpoint(
+    targets: Mapping[str, Tensor | Piece], saved: Checkpoint, group: dist.ProcessGroup | None = None
+) -> None:
+    """Fill ``targets`` (FQN -> parameter, or this rank's piece of it) with a checkpoint's weights, and nothing else.
+
+    Args:
+        targets: what this rank holds.
+        saved: a committed checkpoint.
+        group: ranks that together hold the model; None where this one does.
+    """
+    tensors = {f"model.{fqn}": held if isinstance(held, Piece) else held.detach() for fqn, held in targets.items()}
     with warnings.catch_warnings():
         # One process may read alone, and DCP warns about just that.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load_tensors(saved, tensors, unread=("optimizer.", "rng."))
+        load_tensors(saved, tensors, unread=("optimizer.", "rng."), group=group)
 
 
 def _from_checkpoint(name: str, saved: Checkpoint, dtype: torch.dtype, device: torch.device) -> TrainedModel:
@@ -243,7 +254,7 @@ def _from_checkpoint(name: str, saved: Checkpoint, dtype: torch.dtype, device: t
     with torch.device("meta"):
         model = Decoder(spec, compute_dtype=dtype)
     model.to_empty(device=device)
-    load_checkpoint_weights(model, saved)
+    fill_from_checkpoint(dict(model.named_parameters()), saved)
     inside_run = saved.folder.resolve().parent
     run = inside_run.parent if inside_run.name == "checkpoints" else None
     data = Path(saved.record["config"]["data"]["train"][0])

@@ -14,10 +14,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from danlu.base import env
 from danlu.base.errors import UserError
@@ -28,18 +28,18 @@ from danlu.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoints
 from danlu.config.load import to_toml
 from danlu.config.rules import check_config
 from danlu.config.schema import Config
-from danlu.data.batch import MicroBatch, StepBatch
+from danlu.data.batch import StepBatch
 from danlu.data.dataset import RowSource
 from danlu.data.tokenizer import copy_tokenizer
 from danlu.model.spec import ModelSpec
-from danlu.objective.cross_entropy import Loss
 from danlu.parallel.mesh import World, open_world, sum_over
+from danlu.parallel.placement import Piece
 from danlu.parallel.seed import set_seed
 from danlu.train import build
 from danlu.train.environment import describe_environment
 from danlu.train.evaluate import held_out_loss
 from danlu.train.metrics import MetricsWriter, peak_memory_bytes
-from danlu.train.optimizer import clip_gradients, learning_rate_at, optimizer_tensors
+from danlu.train.optimizer import learning_rate_at
 from danlu.train.step import (
     StepResult,
     count_tokens,
@@ -82,13 +82,14 @@ def train(config: Config, *, resume: str = "auto") -> TrainResult:
         UserError: the config or the data is wrong; raised before any process group or model exists.
         RunError: training failed (non-finite loss, checkpoint not writable).
     """
-    check_config(config, env.ranks().world_size)
+    degrees = check_config(config, env.ranks().world_size)
     folder = Path(config.train.output)
     checkpoint = find_resume(folder, resume)
     folders = build.open_sources(config.data.train, config.data.on_corrupt)
     other = build.open_sources(config.eval.data, config.data.on_corrupt)
     evaluated = [*folders, *other] if config.eval.held_out_fraction else other
     start = build.plan_start(config.model, folders, evaluated)
+    build.check_layout(config, start.spec, degrees, max(source.sequence_length for source in folders))
     sources, split_off = build.hold_out(folders, config.eval.held_out_fraction, seed=config.train.seed)
     held_out = [*other, *split_off]
     if checkpoint is not None:
@@ -101,7 +102,7 @@ def train(config: Config, *, resume: str = "auto") -> TrainResult:
         # the run must be usable when the data is gone
         copy_tokenizer(folders[0].folder / "tokenizer", folder / "tokenizer")
     setup_log(folder / "log.txt")
-    with open_world(device=config.train.device, timeout_seconds=config.parallel.timeout_seconds) as world:
+    with open_world(degrees, device=config.train.device, timeout_seconds=config.parallel.timeout_seconds) as world:
         if world.device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
         else:  # before the first large tensor
@@ -203,10 +204,11 @@ class _Run:
         self.spec = start.spec
         self.step = self.samples_seen = self.tokens_seen = self.skipped = 0
         self.skipped_before = 0  # at the last record
-        set_seed(config.train.seed, data_rank=world.data_rank)
-        self.model, self.wrapped = build.build_model(config, start, world)
-        self.optimizer = build.build_optimizer_for(config, self.model)
-        self.objective = build.build_objective(config)
+        self._set_seed()
+        self.built = build.build_model(config, start, world)
+        self.optimizer = build.build_optimizer(config, self.built, world)
+        objective = build.build_objective(config, self.spec, world)
+        self.forward = build.build_forward(config, self.built, objective, world)
         sequence_length = max(source.sequence_length for source in sources)
         self.rates = build.build_rates(config, self.spec, sequence_length, world)
         self.total_steps = self._total_steps()
@@ -218,12 +220,13 @@ class _Run:
             asynchronous=config.checkpoint.async_save,
         )
         log.info(
-            "%s, %s parameters, %s on %d x %s; %d steps",
+            "%s, %s parameters, %s on %d x %s (%s); %d steps",
             self.spec.family,
             f"{self.spec.num_parameters():,}",
-            str(self.model.compute_dtype).removeprefix("torch."),
+            str(self.built.model.compute_dtype).removeprefix("torch."),
             world.size,
             world.device.type,
+            world.degrees,
             self.total_steps,
         )
 
@@ -235,12 +238,17 @@ class _Run:
         assert train.epochs is not None
         return train.epochs * -(-rows // train.global_batch_size)
 
+    def _set_seed(self) -> None:
+        world = self.world
+        parts = (world.place("pp"), world.place("cp"), world.place("tp") if self.config.parallel.sp else 0)
+        set_seed(self.config.train.seed, data_rank=world.data_rank, parts=parts, step=self.step)
+
     # --- state -------------------------------------------------------------------------------------------------
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the live tensors that a checkpoint holds; random states are copies, under this rank's name."""
-        tensors: dict[str, Tensor] = {f"model.{name}": value for name, value in self.model.named_parameters()}
-        tensors |= {f"optimizer.{name}": value for name, value in optimizer_tensors(self.optimizer).items()}
+    def tensors(self) -> dict[str, Tensor | Piece]:
+        """Return the live pieces that a checkpoint holds; random states are copies, under this rank's name."""
+        tensors: dict[str, Tensor | Piece] = {f"model.{name}": piece for name, piece in self.built.pieces().items()}
+        tensors |= {f"optimizer.{name}": piece for name, piece in self.optimizer.tensors().items()}
         tensors[f"rng.{self.world.rank}.cpu"] = torch.get_rng_state()
         if self.world.device.type == "cuda":
             tensors[f"rng.{self.world.rank}.cuda"] = torch.cuda.get_rng_state(self.world.device)
@@ -253,6 +261,7 @@ class _Run:
             "skipped": self.skipped,
             "tokens_seen": self.tokens_seen,
             "world_size": self.world.size,
+            "layout": dataclasses.asdict(self.world.degrees),
             "device": self.world.device.type,
             "identity": identity(self.config, self.spec, self.sources),
             "data_config": self.data_config,
@@ -266,17 +275,19 @@ class _Run:
         self.tokens_seen, self.skipped = int(record["tokens_seen"]), int(record["skipped"])
         self.skipped_before = self.skipped
         tensors = self.tensors()
-        same_world = (record["world_size"], record.get("device")) == (self.world.size, self.world.device.type)
+        same_world = (record.get("layout"), record.get("device")) == (
+            dataclasses.asdict(self.world.degrees), self.world.device.type
+        )  # fmt: skip
         if not same_world:
             tensors = {name: value for name, value in tensors.items() if not name.startswith("rng.")}
-        load_tensors(checkpoint, tensors, unread=("rng.",))
+        load_tensors(checkpoint, tensors, unread=("rng.",), group=self.world.checkpoint_group)
         if same_world:
-            torch.set_rng_state(tensors[f"rng.{self.world.rank}.cpu"])
+            torch.set_rng_state(cast(Tensor, tensors[f"rng.{self.world.rank}.cpu"]))
             if self.world.device.type == "cuda":
-                torch.cuda.set_rng_state(tensors[f"rng.{self.world.rank}.cuda"], self.world.device)
+                torch.cuda.set_rng_state(cast(Tensor, tensors[f"rng.{self.world.rank}.cuda"]), self.world.device)
         else:
-            set_seed(self.config.train.seed, data_rank=self.world.data_rank, step=self.step)
-            log.info("another world than the checkpoint's: the random states of its ranks are drawn anew")
+            self._set_seed()
+            log.info("another layout than the checkpoint's: the random states of its ranks are drawn anew")
         log.info("resumed from %s: step %d of %d", checkpoint.folder, self.step, self.total_steps)
 
     def save(self) -> None:
@@ -308,10 +319,8 @@ class _Run:
                 began = time.perf_counter()
                 batch = next(batches)
                 waited = time.perf_counter() - began
-                targets, tokens = count_tokens(batch.micro_batches)
-                valid_tokens, tokens, stops = map(
-                    int, sum_over(self.world.data_group, targets, tokens, stop.received is not None)
-                )
+                own = count_tokens(batch.micro_batches) if self.world.counts_rows else (0, 0)
+                valid_tokens, tokens, stops = map(int, sum_over(self.world.group, *own, stop.received is not None))
                 if stops:
                     stopped = True
                     log.warning("stopping after step %d (%s)", self.step, stop.received or "a signal to another rank")
@@ -332,18 +341,17 @@ class _Run:
     def _step(
         self, batch: StepBatch, valid_tokens: int, tokens: int, began: float, waited: float, writer: MetricsWriter
     ) -> None:
-        config, group = self.config, self.world.data_group
+        config, reducer = self.config, self.built.reducer
         rate = self._learning_rate()
-        for parameters in self.optimizer.param_groups:
-            parameters["lr"] = rate
+        self.optimizer.set_learning_rate(rate)
         loss_sum, parts = forward_backward(
-            self.wrapped, self._loss, batch.micro_batches, valid_tokens=valid_tokens, device=self.world.device
+            self.forward, batch.micro_batches, reducer, valid_tokens=valid_tokens, device=self.world.device
         )
-        norm = float(clip_gradients(self.model.parameters(), config.optimizer.max_grad_norm))
+        norm = self.optimizer.clip(config.optimizer.max_grad_norm)
         bad = not abs(norm) < float("inf")
         if bad:
             samples = range(batch.first_sample, batch.first_sample + batch.num_samples)
-            culprits = find_culprits(loss_sum, samples, group)
+            culprits = find_culprits(loss_sum, samples, self.world)
             error = nonfinite_error(self.step + 1, norm, culprits)
             if config.train.on_nonfinite == "stop":
                 raise error
@@ -351,7 +359,7 @@ class _Run:
             log.warning("update skipped on all ranks: %s", error)
         else:
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        reducer.zero()
         self.step += 1
         self.samples_seen = batch.first_sample + batch.num_samples
         self.tokens_seen += tokens
@@ -370,18 +378,13 @@ class _Run:
             decay_fraction=schedule.decay_fraction,
         )
 
-    def _loss(self, model: nn.Module, batch: MicroBatch) -> Loss:
-        batch = MicroBatch(*(tensor.to(self.world.device, non_blocking=True) for tensor in batch))
-        hidden_BSD = model(batch.tokens_BS, positions_BS=batch.positions_BS, document_ids_BS=batch.document_ids_BS)
-        return self.objective(hidden_BSD, self.model.head_weight_VD, batch)
-
     def _log(
         self, result: StepResult, rate: float, writer: MetricsWriter, *, tokens: int, began: float, waited: float
     ) -> None:
         self.rates.add(tokens=tokens, seconds=time.perf_counter() - began, data_wait=waited)
         if self.step % self.config.metrics.log_every and self.step != self.total_steps:
             return
-        losses = reduce_losses(result, self.world.data_group)
+        losses = reduce_losses(result, self.world)
         self.losses[self.step] = losses["loss"]
         record = {
             "step": self.step,
@@ -400,14 +403,13 @@ class _Run:
     def _evaluate(self, writer: MetricsWriter) -> dict[str, float]:
         evaluation = self.config.eval
         numbers = held_out_loss(
-            self.model,
-            self.objective,
+            self.forward,
             self.held_out,
-            group=self.world.data_group,
-            device=self.world.device,
+            world=self.world,
             micro_batch_size=evaluation.micro_batch_size,
             max_rows=evaluation.max_rows,
         )
+        self.built.reducer.release()
         writer.write({"step": self.step, **{f"eval_{name}": value for name, value in numbers.items()}})
         log.info("held-out loss %.4f, perplexity %.2f", numbers["loss"], numbers["perplexity"])
         return numbers

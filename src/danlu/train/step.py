@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from danlu.base.errors import RunError
 from danlu.data.batch import IGNORE, MicroBatch
-from danlu.objective.cross_entropy import Loss
-from danlu.parallel.data import accumulating
-from danlu.parallel.mesh import sum_over
+from danlu.model.decoder import Decoder
+from danlu.objective.cross_entropy import Loss, Objective
+from danlu.parallel.data import Reducer
+from danlu.parallel.mesh import World, sum_over
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,39 @@ def count_tokens(batches: Sequence[MicroBatch]) -> tuple[int, int]:
     return targets, sum(int((batch.document_ids_BS >= 0).sum()) for batch in batches)
 
 
+class Forward:
+    """A micro-batch's summed loss: moved to the device, laid out for this rank, through model and objective."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        objective: Objective,
+        *,
+        device: torch.device,
+        lay_out: Callable[[MicroBatch], MicroBatch] = lambda batch: batch,
+    ) -> None:
+        """Bind what stays the same.
+
+        Args:
+            model: this rank's part of the model.
+            objective: gives the summed loss; it owns the head.
+            device: where the model is.
+            lay_out: cuts or pads a micro-batch for this rank.
+        """
+        self.model, self.objective, self.device, self.lay_out = model, objective, device, lay_out
+
+    def __call__(self, batch: MicroBatch) -> Loss:
+        """Return the loss of one micro-batch (host tensors), summed over its target tokens."""
+        batch = self.lay_out(batch)
+        moved = MicroBatch(*(tensor.to(self.device, non_blocking=True) for tensor in batch))
+        hidden_BSD = self.model(moved.tokens_BS, positions_BS=moved.positions_BS, document_ids_BS=moved.document_ids_BS)
+        return self.objective(hidden_BSD, self.model.head_weight_VD, moved)
+
+
 def forward_backward(
-    model: nn.Module,
-    compute_loss: Callable[[nn.Module, MicroBatch], Loss],
+    compute_loss: Callable[[MicroBatch], Loss],
     batches: Sequence[MicroBatch],
+    reducer: Reducer,
     *,
     valid_tokens: int,
     device: torch.device,
@@ -57,17 +87,17 @@ def forward_backward(
     """Accumulate the gradients of all micro-batches and return the summed loss and its parts.
 
     Args:
-        model: the (possibly wrapped) model, in training mode.
-        compute_loss: runs the model on one micro-batch and returns the loss summed over target tokens.
+        compute_loss: gives the loss of one micro-batch, summed over target tokens.
         batches: this rank's micro-batches; every rank has the same number.
+        reducer: sums the gradients over ranks.
         valid_tokens: target tokens of the global batch.
         device: where the model is.
     """
     loss_sum = torch.zeros((), dtype=torch.float32, device=device)
     parts: dict[str, Tensor] = {}
     for index, batch in enumerate(batches):
-        with accumulating(model, last=index == len(batches) - 1):
-            loss = compute_loss(model, batch)
+        with reducer.micro_batch(last=index == len(batches) - 1):
+            loss = compute_loss(batch)
             (loss.total / max(valid_tokens, 1)).backward()
         loss_sum += loss.total.detach()
         for name, value in loss.parts.items():
@@ -75,13 +105,11 @@ def forward_backward(
     return loss_sum, parts
 
 
-def find_culprits(
-    loss_sum: Tensor, samples: Sequence[int], group: dist.ProcessGroup
-) -> list[tuple[int, float, list[int]]]:
-    """Return (data rank, loss sum, sample numbers) of each rank whose own loss is not finite."""
-    mine = (group.rank(), float(loss_sum), list(samples))
-    everyone: list[tuple[int, float, list[int]]] = [mine] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
+def find_culprits(loss_sum: Tensor, samples: Sequence[int], world: World) -> list[tuple[int, float, list[int]]]:
+    """Return (data rank, loss sum, sample numbers) of each data rank whose own loss is not finite."""
+    mine = (world.data_rank, float(loss_sum) if world.counts_losses else 0.0, list(samples))
+    everyone: list[tuple[int, float, list[int]]] = [mine] * world.size
+    dist.all_gather_object(everyone, mine, group=world.group)
     return [entry for entry in everyone if not math.isfinite(entry[1])]
 
 
@@ -100,9 +128,10 @@ def nonfinite_error(step: int, grad_norm: float, culprits: list[tuple[int, float
     )
 
 
-def reduce_losses(result: StepResult, group: dist.ProcessGroup) -> dict[str, float]:
-    """Return the mean loss per target token and its parts over all data ranks (one all-reduce)."""
+def reduce_losses(result: StepResult, world: World) -> dict[str, float]:
+    """Return the mean loss per target token and its parts over all ranks, each token once (one all-reduce)."""
     names = sorted(result.parts)
-    sums = sum_over(group, float(result.loss_sum), *(float(result.parts[name]) for name in names))
+    own = [float(result.loss_sum), *(float(result.parts[name]) for name in names)]
+    sums = sum_over(world.group, *(value if world.counts_losses else 0.0 for value in own))
     count = max(result.valid_tokens, 1)
     return {"loss": sums[0] / count, **{name: value / count for name, value in zip(names, sums[1:], strict=True)}}

@@ -27,9 +27,10 @@ from danlu.checkpoint.store import (
     open_checkpoint,
     tensor_names,
 )
+from danlu.model.decoder import Decoder
 from danlu.parallel.mesh import World, open_world
-from danlu.train.optimizer import build_optimizer, optimizer_tensors
-from tiny import language_loss, micro_batch, random_rows, read_tensors, tiny_model
+from danlu.train.optimizer import HybridOptimizer
+from tiny import language_loss, micro_batch, random_rows, read_tensors, state_of, tiny_model, tiny_optimizer
 
 Maker = Callable[..., CheckpointStore]
 
@@ -222,10 +223,8 @@ def test_br_056_save_then_load_with_no_step_between(make: Maker) -> None:
 
     def build(seed: int) -> dict[str, Tensor]:
         model = tiny_model(seed)
-        optimizer = build_optimizer(
-            model.named_parameters(), learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, fused=True
-        )
-        return {**{name: value.detach() for name, value in model.named_parameters()}, **optimizer_tensors(optimizer)}
+        optimizer = tiny_optimizer(model, fused=True)
+        return {**{name: value.detach() for name, value in model.named_parameters()}, **state_of(optimizer)}
 
     first, second = build(0), build(1)
     assert not torch.equal(first["head.weight"], second["head.weight"])
@@ -248,10 +247,8 @@ def test_br_058_state_follows_its_name_not_its_position(make: Maker) -> None:
 
     def state(order: list[str]) -> dict[str, Tensor]:
         model = torch.nn.ModuleDict({name: layers[name] for name in order})
-        optimizer = build_optimizer(
-            model.named_parameters(), learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, fused=False
-        )
-        return optimizer_tensors(optimizer)
+        optimizer = tiny_optimizer(model, fused=False)
+        return state_of(optimizer)
 
     before = state(["first", "second"])
     for number, value in enumerate(before.values()):
@@ -265,20 +262,19 @@ def test_br_058_state_follows_its_name_not_its_position(make: Maker) -> None:
 def test_br_059_state_reaches_an_optimizer_that_has_never_stepped(make: Maker) -> None:
     """After three steps the moments and the step count load into a fresh optimizer, non-zero and equal."""
 
-    def build() -> tuple[torch.nn.Module, torch.optim.AdamW]:
+    def build() -> tuple[Decoder, HybridOptimizer]:
         model = tiny_model()
-        settings = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-        return model, build_optimizer(model.named_parameters(), **settings, fused=True)
+        return model, tiny_optimizer(model, fused=True)
 
     model, optimizer = build()
     for _ in range(3):
         language_loss(model, micro_batch(random_rows(2, seed=0))).total.backward()
         optimizer.step()
     _, fresh = build()
-    load_tensors(saved(make, optimizer_tensors(optimizer)), optimizer_tensors(fresh))
-    state = optimizer_tensors(fresh)
+    load_tensors(saved(make, state_of(optimizer)), state_of(fresh))
+    state = state_of(fresh)
     assert all(float(value) == 3.0 for name, value in state.items() if name.endswith(".step"))
-    for name, value in optimizer_tensors(optimizer).items():
+    for name, value in state_of(optimizer).items():
         assert torch.equal(state[name], value)
         assert value.any()
 

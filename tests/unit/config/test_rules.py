@@ -24,8 +24,13 @@ def make(*words: str) -> Config:
         (["data.weights=[1.0, 2.0]"], 1, "data.weights:", ["one weight per folder", "2 weights for 1 folders"]),
         (['model.init="pretrained"', "model.num_layers=3"], 1, "model.num_layers:", ["keeps its sizes"]),
         (["schedule.warmup_steps=11"], 1, "schedule.warmup_steps:", ["longer than the run", "0 to 10"]),
-        (["parallel.dp_replicate=3"], 2, "parallel.dp_replicate:", ["multiply", "dp_replicate=3 on 2", "-1 or 2"]),
-        (["parallel.dp_replicate=0"], 1, "parallel.dp_replicate:", ["multiply"]),
+        (["parallel.dp_replicate=3"], 2, "parallel.dp_replicate:", ["multiply", "=3 on 2 proc", "dp_replicate = 2"]),
+        (["parallel.tp=2"], 3, "parallel.tp:", ["multiply", "tp=2 on 3", "tp = 1, 3"]),
+        (["parallel.tp=-1", "parallel.dp_replicate=-1"], 4, "parallel.tp:", ["only one axis", "= tp = -1"]),
+        (["parallel.dp_shard=2"], 2, "parallel.dp_shard:", ["zero = 0 splits nothing", "dp_replicate"]),
+        (["parallel.sp=false"], 1, "parallel.sp:", ["no effect", "parallel.tp = 1"]),
+        (["parallel.prefetch=2", "parallel.zero=2"], 2, "parallel.prefetch:", ["no effect", "zero = 2"]),
+        (["parallel.zero=3", "parallel.bucket_cap_mb=1"], 2, "parallel.bucket_cap_mb:", ["no effect", "block"]),
         (["train.global_batch_size=7"], 2, "train.global_batch_size:", ["7 sequences on 2", "such as 6 or 8"]),
         (["train.global_batch_size=1"], 2, "train.global_batch_size:", ["1 sequences on 2", "such as 2 or 4"]),
         (["train.micro_batch_size=3"], 1, "train.micro_batch_size:", ["size=3, 8 rows", "one of 1, 2, 4, 8"]),
@@ -61,9 +66,9 @@ def test_neither_steps_nor_epochs_and_epochs_of_a_mixture_are_refused() -> None:
 def test_a_micro_batch_never_exceeds_the_rows_of_a_rank(total: int, micro: int, world_size: int, expected: int) -> None:
     """More ranks need no change of the config: a pass takes what there is."""
     config = make(f"train.global_batch_size={total}", f"train.micro_batch_size={micro}")
-    degree = check_config(config, world_size)
-    assert degree == world_size
-    assert micro_batch_size(config, degree) == expected
+    degrees = check_config(config, world_size)
+    assert degrees.data == world_size
+    assert micro_batch_size(config, degrees.data) == expected
 
 
 def test_validation_never_edits() -> None:

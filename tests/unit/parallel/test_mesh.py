@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from danlu.base.errors import UserError
-from danlu.parallel.data import apply_ddp, parameter_hash
+from danlu.parallel.data import parameter_hash
 from danlu.parallel.mesh import open_world, pick_device, sum_over
 from tiny import tiny_model
 
@@ -16,9 +16,9 @@ def test_one_process_is_a_world_of_one() -> None:
     """Nothing above asks whether it is distributed: there is always a group, and it is left at the end."""
     with open_world(device="cpu") as world:
         assert (world.rank, world.size, world.data_rank, world.data_degree) == (0, 1, 0, 1)
-        assert world.data_group.size() == 1
+        assert world.group.size() == 1
         assert world.checkpoint_group.size() == 1
-        assert world.checkpoint_group is not world.data_group
+        assert world.checkpoint_group is not world.group
     assert not dist.is_initialized()
 
 
@@ -49,14 +49,7 @@ def test_cuda_that_is_not_there_is_refused() -> None:
 def test_counts_are_summed_exactly() -> None:
     """Token counts beyond fp32 keep their last digit."""
     with open_world(device="cpu") as world:
-        assert sum_over(world.data_group, 2**53 - 1, 0.5) == [2**53 - 1, 0.5]
-
-
-def test_one_rank_needs_no_wrapper() -> None:
-    """A group of one gets the model itself: no buckets, no copies."""
-    with open_world(device="cpu") as world:
-        model = tiny_model()
-        assert apply_ddp(model, world.data_group) is model
+        assert sum_over(world.group, 2**53 - 1, 0.5) == [2**53 - 1, 0.5]
 
 
 def test_the_hash_sees_every_bit_name_and_shape() -> None:

@@ -137,14 +137,14 @@ def poison(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     plain: Callable[..., Any] = loop_module.forward_backward
     calls = iter(range(1, 1000))
 
-    def broken(model: Any, compute_loss: Any, *args: Any, **options: Any) -> Any:
+    def broken(compute_loss: Any, *args: Any, **options: Any) -> Any:
         bad = next(calls) == step
 
         def compute(*inputs: Any) -> Any:
             loss = compute_loss(*inputs)
             return type(loss)(loss.total * (float("nan") if bad else 1.0), loss.parts)
 
-        return plain(model, compute, *args, **options)
+        return plain(compute, *args, **options)
 
     monkeypatch.setattr(loop_module, "forward_backward", broken)
 

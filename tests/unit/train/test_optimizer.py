@@ -12,21 +12,15 @@ import torch
 from torch import nn
 
 import danlu
-from danlu.train.optimizer import build_optimizer, clip_gradients, learning_rate_at, optimizer_tensors
-from tiny import gradients, language_loss, micro_batch, random_rows, tiny_model
-
-SETTINGS = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-
-
-def make(model: nn.Module, *, fused: bool = False) -> torch.optim.AdamW:
-    return build_optimizer(model.named_parameters(), **SETTINGS, fused=fused)
+from danlu.train.optimizer import learning_rate_at
+from tiny import gradients, language_loss, micro_batch, random_rows, state_of, tiny_model, tiny_optimizer
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_five_steps_equal_a_hand_written_adamw_in_fp64(fused: bool) -> None:
     """Decoupled decay, bias correction and epsilon as in the paper (arXiv 1711.05101); decay of matrices only."""
     model = nn.Linear(3, 4)
-    optimizer = make(model, fused=fused)
+    optimizer = tiny_optimizer(model, fused=fused)
     weights = {name: value.detach().double().clone() for name, value in model.named_parameters()}
     first = {name: torch.zeros_like(value) for name, value in weights.items()}
     second = {name: torch.zeros_like(value) for name, value in weights.items()}
@@ -47,9 +41,8 @@ def test_five_steps_equal_a_hand_written_adamw_in_fp64(fused: bool) -> None:
 def test_only_matrices_and_embeddings_are_decayed() -> None:
     """By number of dimensions: norms and biases are in the group without decay, nothing is in two or none."""
     model = tiny_model(family="qwen2", qkv_bias=True)
-    decay = {
-        name: group["weight_decay"] for group in make(model).param_groups for name in group["param_names"]
-    }  # fmt: skip
+    groups = tiny_optimizer(model).core.param_groups
+    decay = {name: group["weight_decay"] for group in groups for name in group["param_names"]}
     assert decay.keys() == dict(model.named_parameters()).keys()
     for name, parameter in model.named_parameters():
         assert decay[name] == (0.1 if parameter.ndim == 2 else 0.0), name
@@ -62,20 +55,20 @@ def test_frozen_parameters_have_no_state() -> None:
     """What does not train costs no optimizer memory and is never decayed."""
     model = tiny_model()
     model.embedding.weight.requires_grad_(False)
-    names = {name.rsplit(".", 1)[0] for name in optimizer_tensors(make(model))}
+    names = {name.rsplit(".", 1)[0] for name in state_of(tiny_optimizer(model))}
     assert names == dict(model.named_parameters()).keys() - {"embedding.weight"}
 
 
 def test_br_201_state_is_there_before_the_first_step() -> None:
     """Both moments of every parameter are allocated (zero) at once, and the first step uses just them."""
     model = tiny_model()
-    optimizer = make(model)
-    before = optimizer_tensors(optimizer)
+    optimizer = tiny_optimizer(model)
+    before = state_of(optimizer)
     assert sum(value.numel() for value in before.values()) == sum(2 * p.numel() + 1 for p in model.parameters())
     assert not any(value.any() for value in before.values())
     language_loss(model, micro_batch(random_rows(2, seed=0))).total.backward()
     optimizer.step()
-    after = optimizer_tensors(optimizer)
+    after = state_of(optimizer)
     assert {name: value.data_ptr() for name, value in after.items()} == {
         name: value.data_ptr() for name, value in before.items()
     }
@@ -95,7 +88,7 @@ def test_br_087_a_tied_weight_has_one_state_and_both_gradients() -> None:
     torch.testing.assert_close(
         gradients(tied)["embedding.weight"], parts["embedding.weight"] + parts["head.weight"], rtol=1e-5, atol=1e-6
     )
-    names = [name for name in optimizer_tensors(make(tied)) if name.startswith(("embedding", "head"))]
+    names = [name for name in state_of(tiny_optimizer(tied)) if name.startswith(("embedding", "head"))]
     assert names == ["embedding.weight.step", "embedding.weight.exp_avg", "embedding.weight.exp_avg_sq"]
     assert sum(p.numel() for p in tied.parameters()) == tied.spec.num_parameters()
 
@@ -158,9 +151,10 @@ def test_schedules_of_very_short_runs(kind: str, total: int, warmup: int) -> Non
 def test_clipping_scales_all_gradients_by_one_factor() -> None:
     """Norm 13 clipped to 6.5 halves every entry; below the limit, and with 0, nothing changes."""
     first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = tiny_optimizer(nn.ParameterDict({"first": first, "second": second}))
     for limit, expected in ((6.5, [2.5, 6.0]), (20.0, [5.0, 12.0]), (0.0, [5.0, 12.0])):
         first.grad, second.grad = torch.tensor([5.0]), torch.tensor([12.0])
-        assert float(clip_gradients([first, second], limit)) == 13.0
+        assert optimizer.clip(limit) == 13.0
         assert [float(first.grad), float(second.grad)] == pytest.approx(expected, rel=1e-5)
 
 
@@ -172,7 +166,7 @@ def test_br_023_clipping_with_a_frozen_trunk_counts_only_what_trains() -> None:
     language_loss(model, micro_batch(random_rows(2, seed=0))).total.backward()
     before = gradients(model)
     norm = torch.cat([grad.flatten() for grad in before.values()]).norm()
-    assert torch.allclose(clip_gradients(model.parameters(), float(norm) / 4), norm)
+    assert tiny_optimizer(model).clip(float(norm) / 4) == pytest.approx(float(norm))
     after = gradients(model)
     assert after.keys() == before.keys()
     for name, grad in after.items():

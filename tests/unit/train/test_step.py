@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 from torch import nn
 
 from danlu.data.batch import MicroBatch
+from danlu.model.decoder import Decoder
 from danlu.objective.cross_entropy import Loss
+from danlu.parallel.data import Reducer
 from danlu.parallel.mesh import World, open_world
 from danlu.train.step import (
     StepResult,
@@ -34,11 +37,16 @@ def world() -> Iterator[World]:
         yield joined
 
 
+def step(model: Decoder, batches: list[MicroBatch], targets: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    reducer = Reducer(list(model.named_parameters()))
+    return forward_backward(partial(language_loss, model), batches, reducer, valid_tokens=targets, device=CPU)
+
+
 def run(batches: list[MicroBatch], **changes: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the mean loss and the gradients of one step of T0 over these micro-batches."""
     model = tiny_model(**changes)
     targets = sum(count_tokens([batch])[0] for batch in batches)
-    loss_sum, _ = forward_backward(model, language_loss, batches, valid_tokens=targets, device=CPU)
+    loss_sum, _ = step(model, batches, targets)
     return float(loss_sum) / targets, gradients(model)
 
 
@@ -56,10 +64,10 @@ def test_br_001_sums_of_12_over_3_tokens_and_5_over_1_make_17_over_4(world: Worl
     targets, tokens = count_tokens(batches)
     assert (targets, tokens) == (4, 6)
     loss_sum, parts = forward_backward(
-        nn.Identity(), lambda *_: Loss(next(sums) * weight), batches, valid_tokens=targets, device=CPU
+        lambda _: Loss(next(sums) * weight), batches, Reducer([]), valid_tokens=targets, device=CPU
     )
     result = StepResult(loss_sum, targets, 0.0, False, parts)
-    assert reduce_losses(result, world.data_group) == {"loss": 4.25}
+    assert reduce_losses(result, world) == {"loss": 4.25}
     assert weight.grad is not None
     assert float(weight.grad) == 4.25
 
@@ -74,23 +82,13 @@ def test_br_001_accumulated_gradients_equal_the_whole_batch(cut: list[int]) -> N
     assert_equal(grads, whole_grads)
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_br_005_nothing_is_normalised_twice(wrapped: bool) -> None:
-    """The gradient norm with 4 micro-batches is that of the merged batch, also for a wrapped model."""
-
-    class Wrapper(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return self.module(*args, **kwargs)
-
+def test_br_005_nothing_is_normalised_twice() -> None:
+    """The gradient norm with 4 micro-batches is that of the merged batch."""
     norms = []
     for batches in ([micro_batch(UNEVEN)], [micro_batch([row]) for row in UNEVEN]):
-        model: nn.Module = Wrapper(tiny_model()) if wrapped else tiny_model()
+        model = tiny_model()
         targets, _ = count_tokens(batches)
-        forward_backward(model, language_loss, batches, valid_tokens=targets, device=CPU)
+        step(model, batches, targets)
         norms.append(torch.cat([grad.flatten() for grad in gradients(model).values()]).norm())
     assert float(norms[1] / norms[0]) == pytest.approx(1.0, rel=1e-5)
 
@@ -117,7 +115,7 @@ def test_br_006_one_micro_batch_of_activations_lives_at_a_time() -> None:
 
         batches = [micro_batch(random_rows(2, seed=0))] * num
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.value):
-            forward_backward(tiny_model(), language_loss, batches, valid_tokens=10, device=CPU)
+            step(tiny_model(), batches, 10)
         gc.collect()
         assert live["now"] == 0
         return live["peak"]
@@ -135,7 +133,7 @@ def test_br_008_rows_without_targets_contribute_exactly_zero() -> None:
     assert with_masked_loss == loss
     assert all(torch.equal(grads[name], with_masked[name]) for name in grads)
     model = tiny_model()
-    loss_sum, _ = forward_backward(model, language_loss, [masked], valid_tokens=0, device=CPU)
+    loss_sum, _ = step(model, [masked], 0)
     assert float(loss_sum) == 0.0
     assert not any(grad.any() for grad in gradients(model).values())
 
@@ -154,12 +152,12 @@ def test_loss_parts_are_summed_and_divided_like_the_loss(world: World) -> None:
     batches = [micro_batch([[[1, 2, 3, 4]]]), micro_batch([[[1, 2]]])]
     values = iter([(12.0, 8.0), (5.0, 2.0)])
 
-    def compute(model: nn.Module, batch: MicroBatch) -> Loss:
+    def compute(batch: MicroBatch) -> Loss:
         total, part = next(values)
         return Loss(torch.tensor(total, requires_grad=True), {"loss_ce": torch.tensor(part)})
 
-    loss_sum, parts = forward_backward(nn.Identity(), compute, batches, valid_tokens=4, device=CPU)
-    assert reduce_losses(StepResult(loss_sum, 4, 0.0, False, parts), world.data_group) == {
+    loss_sum, parts = forward_backward(compute, batches, Reducer([]), valid_tokens=4, device=CPU)
+    assert reduce_losses(StepResult(loss_sum, 4, 0.0, False, parts), world) == {
         "loss": 4.25,
         "loss_ce": 2.5,
     }
@@ -168,8 +166,8 @@ def test_loss_parts_are_summed_and_divided_like_the_loss(world: World) -> None:
 def test_br_037_the_error_names_step_rank_and_samples(world: World) -> None:
     """A non-finite loss is blamed on its rank and samples; a finite loss with a bad gradient says so."""
     nan, fine = torch.tensor(torch.nan), torch.tensor(2.0)
-    assert find_culprits(fine, range(3), world.data_group) == []
-    (culprit,) = find_culprits(nan, range(4, 6), world.data_group)
+    assert find_culprits(fine, range(3), world) == []
+    (culprit,) = find_culprits(nan, range(4, 6), world)
     text = str(nonfinite_error(3, torch.nan, [culprit]))
     for part in ("step 3", "rank 0", "[4, 5]", "nan", 'on_nonfinite="skip"'):
         assert part in text

@@ -1,0 +1,266 @@
+"""ZeRO: what data parallel ranks hold alike is split over them (Rajbhandari et al., arXiv:1910.02054).
+
+With n parameters in fp32 over r ranks, in bytes of a rank (AdamW holds two moments of 4 bytes a parameter):
+
+    zero   parameters   gradients   optimizer   moved a step (in numbers, per rank, one micro-batch)
+    0      4 n          4 n         8 n         2 (r - 1)/r n     all-reduce
+    1      4 n          4 n         8 n / r     2 (r - 1)/r n     reduce-scatter, all-gather of updated parameters
+    2      4 n          4 n / r     8 n / r     the same with one micro-batch; each further one adds (r - 1)/r n
+    3      4 n / r      4 n / r     8 n / r     3 (r - 1)/r n     `full_shard`
+
+In stages 1 and 2 buckets of the flattened parameters are the unit: a rank owns the r-th part of each bucket, so
+ranks are equally loaded whatever the shapes; the optimizer sees the flat ranges that fall into its part. Parameters
+live in one flat memory a bucket, so that after the update the owners' parts are gathered in place, without a copy.
+
+With more copies (HSDP: dp_replicate x dp_shard), gradients are reduce-scattered inside a copy and the parts then summed
+over the copies: the slow links between copies carry 1/r of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardPlacement
+
+from danlu.model.decoder import Decoder
+from danlu.parallel.collectives import all_gather, reduce_scatter
+from danlu.parallel.data import Bucket, BucketReducer, Named, Reducer, Shard
+
+_IN_FLIGHT = 2
+"""Buckets whose gradients may be under way at once under ZeRO-2; more would hold more memory than they hide."""
+
+
+class ShardedReducer(BucketReducer):
+    """ZeRO-1: gradients whole until the last backward pass of a step, the optimizer's state split."""
+
+    def __init__(
+        self, parameters: Named, shard_group: dist.ProcessGroup, replicate_group: dist.ProcessGroup, *,
+        bucket_cap_mb: float,
+    ) -> None:  # fmt: skip
+        """Take hold of the parameters: they become views of flat memory.
+
+        Args:
+            parameters: names and parameters, with their values in place.
+            shard_group: ranks that split.
+            replicate_group: ranks with the same part in other copies.
+            bucket_cap_mb: size of a bucket in MiB.
+        """
+        super().__init__(parameters, bucket_cap_mb=bucket_cap_mb, multiple=shard_group.size())
+        self.group, self.replicate_group = shard_group, replicate_group
+        self.copies = replicate_group.size()
+        self.values, self.parts = [bucket.flat() for bucket in self.buckets], [self._part(b) for b in self.buckets]
+        self._work: list[dist.Work | None] = []
+        for bucket, flat in zip(self.buckets, self.values, strict=True):
+            for parameter, view in bucket.views(flat):
+                view.copy_(parameter.detach())
+                parameter.data = view
+        self._hold_gradients()
+
+    def _part(self, bucket: Bucket) -> Tensor:
+        first = bucket.members[0][1]
+        return torch.zeros(bucket.numel // self.group.size(), dtype=first.dtype, device=first.device)
+
+    def _hold_gradients(self) -> None:
+        self._gradients = [bucket.flat() for bucket in self.buckets]
+        for bucket, flat in zip(self.buckets, self._gradients, strict=True):
+            for parameter, view in bucket.views(flat):
+                parameter.grad = view
+
+    def start(self, bucket: Bucket) -> None:
+        """Begin the reduce-scatter of one bucket."""
+        index = self._started
+        self._work.append(reduce_scatter(self.parts[index], self._gradients[index], self.group, wait=False))
+
+    def finish(self, *, last: bool) -> None:
+        """Wait for all buckets, and sum over the copies after the last backward pass."""
+        _wait(self._work)
+        if last and self.copies > 1:
+            self._work = [dist.all_reduce(part, group=self.replicate_group, async_op=True) for part in self.parts]
+            _wait(self._work)
+
+    def shards(self) -> list[Shard]:
+        """Return the flat ranges of parameters that fall into this rank's parts, gradients attached."""
+        found = []
+        for bucket, flat, part in zip(self.buckets, self.values, self.parts, strict=True):
+            begin = self.group.rank() * part.numel()
+            for (name, parameter), offset in zip(bucket.members, bucket.offsets, strict=True):
+                low, high = max(offset, begin), min(offset + parameter.numel(), begin + part.numel())
+                if low < high:
+                    values = flat[low:high].detach().requires_grad_()
+                    values.grad = part[low - begin : high - begin]
+                    found.append(Shard(name, parameter, low - offset, values, self.copies))
+        return found
+
+    def gather(self) -> None:
+        """Gather the updated parts in place."""
+        for flat, part in zip(self.values, self.parts, strict=True):
+            begin = self.group.rank() * part.numel()
+            self._work.append(all_gather(flat, flat[begin : begin + part.numel()], self.group, wait=False))
+        _wait(self._work)
+
+    def zero(self) -> None:
+        """Set the gradients to zero."""
+        for flat in self._gradients:
+            flat.zero_()
+
+
+class ShardedGradientReducer(ShardedReducer):
+    """ZeRO-2: gradients are split too; every backward pass adds its reduced parts, whole ones live for a moment."""
+
+    every_micro_batch = True
+
+    def _hold_gradients(self) -> None:
+        self._under_way: list[tuple[Tensor, Tensor, Tensor, dist.Work | None]] = []
+
+    def start(self, bucket: Bucket) -> None:
+        """Begin the reduce-scatter of one bucket's whole gradients, and let go of them."""
+        flat = bucket.flat()
+        for parameter, view in bucket.views(flat):
+            if parameter.grad is not None:
+                view.copy_(parameter.grad)
+                parameter.grad = None
+        part = self.parts[self._started]
+        fresh = torch.empty_like(part)
+        self._under_way.append((part, fresh, flat, reduce_scatter(fresh, flat, self.group, wait=False)))
+        self._take(_IN_FLIGHT)
+
+    def _take(self, leave: int) -> None:
+        while len(self._under_way) > leave:
+            part, fresh, _, work = self._under_way.pop(0)
+            _wait([work])
+            part += fresh
+
+    def finish(self, *, last: bool) -> None:
+        """Add what is under way."""
+        self._take(0)
+        super().finish(last=last)
+
+    def zero(self) -> None:
+        """Set the parts to zero."""
+        for part in self.parts:
+            part.zero_()
+
+
+def _wait(works: list[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()
+    works.clear()
+
+
+class FullShardReducer(Reducer):
+    """ZeRO-3: parameters are split as well, by torch's FSDP2, and whole only while a block works with them.
+
+    Units are the blocks; the embedding is one of its own, and the last norm goes with the last block, so that no unit
+    is larger than a block or one table of V x D. The head (and an embedding that is tied to it) belongs to the root:
+    the objective reads it after the forward pass, so it stays whole until the backward pass has used it.
+
+    Gradients are summed in fp32, not averaged, in every backward pass; over the copies (HSDP) in the last one.
+    """
+
+    def __init__(
+        self, model: Decoder, shard_group: dist.ProcessGroup, replicate_group: dist.ProcessGroup, *,
+        reshard_after_forward: bool, prefetch: int, device: torch.device,
+    ) -> None:  # fmt: skip
+        """Split ``model`` (on meta) in place, then give memory to what is left of it here; the values are to be filled.
+
+        Args:
+            model: the decoder, after tensor parallelism.
+            shard_group: ranks that split.
+            replicate_group: ranks with the same part in other copies.
+            reshard_after_forward: free a block's whole parameters after its forward pass and gather them again for the
+                backward pass; False keeps them (less communication, more memory).
+            prefetch: blocks to gather ahead of the one at work.
+            device: where the parameters are to live.
+        """
+        self.copies = replicate_group.size()
+        mesh = _shard_mesh(shard_group, replicate_group, device.type)
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+        blocks = list(model.blocks)
+        if model.head is not None:
+            fully_shard(model.embedding, reshard_after_forward=reshard_after_forward, **options)
+        for block in blocks[:-1]:
+            fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+        fully_shard([blocks[-1], model.final_norm], reshard_after_forward=reshard_after_forward, **options)
+        fully_shard(model, reshard_after_forward=False, **options)
+        self.model = model
+        for module in _units(model):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        split = cast(list[FSDPModule], blocks)
+        for index, unit in enumerate(split):
+            unit.set_modules_to_forward_prefetch(split[index + 1 : index + 1 + prefetch])
+            unit.set_modules_to_backward_prefetch(split[max(0, index - prefetch) : index][::-1])
+        model.to_empty(device=device)
+        super().__init__(list(model.named_parameters()))
+        self._shards: list[Shard] = []
+
+    def release(self) -> None:
+        """Let go of what a forward pass without a backward pass has left whole."""
+        for unit in _units(self.model):
+            unit.reshard()
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Surround one backward pass; after the ``last`` one of a step every gradient is the sum over ranks."""
+        if self.copies > 1:
+            cast(FSDPModule, self.model).set_requires_all_reduce(last)
+        yield
+        if last:
+            for shard in self._shards:
+                gradient = shard.parameter.grad
+                shard.values.grad = (
+                    torch.zeros_like(shard.values) if gradient is None else local_range(gradient)[0].view(-1)
+                )
+
+    def shards(self) -> list[Shard]:
+        """Return this rank's rows of every parameter, each as a flat range."""
+        self._shards = []
+        for name, parameter in self.parameters:
+            local, first = local_range(parameter)
+            if local.numel():
+                values = local.detach().view(-1).requires_grad_()
+                self._shards.append(Shard(name, parameter, first, values, self.copies))
+        return self._shards
+
+    def zero(self) -> None:
+        """Forget the gradients."""
+        super().zero()
+        for shard in self._shards:
+            shard.values.grad = None
+
+
+def _units(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def local_range(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return what this rank holds of a (possibly FSDP2-split) tensor, and where that begins in the flattened whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    local = tensor.to_local()
+    ranks, dims = tensor.device_mesh.mesh.shape, tensor.placements
+    axis = len(dims) - 1
+    assert isinstance(dims[axis], ShardPlacement)
+    rows = -(-tensor.shape[0] // ranks[axis])
+    first = min(tensor.shape[0], tensor.device_mesh.get_local_rank(axis) * rows)
+    return local, first * (tensor.numel() // max(1, tensor.shape[0]))
+
+
+def _shard_mesh(shard_group: dist.ProcessGroup, replicate_group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    if replicate_group.size() == 1:
+        return DeviceMesh.from_group(shard_group, device_type)
+    rows = [None] * replicate_group.size()
+    dist.all_gather_object(rows, dist.get_process_group_ranks(shard_group), group=replicate_group)
+    return DeviceMesh.from_group(
+        [replicate_group, shard_group], device_type, mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
+    )
