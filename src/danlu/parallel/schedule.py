@@ -1,38 +1,40 @@
 """Pipeline schedules as values: who works on what, in which order, printed and checked before anything runs.
 
 A pipeline cuts the model into stages and the batch into micro-batches. Stage s of micro-batch i can start forward when
-stage s - 1 is through with it, and backward when stage s + 1 is; a rank that waits is idle, and the idle share of a step
-is the *bubble*. With p ranks and m equal micro-batches, GPipe and 1F1B leave (p - 1) / (m + p - 1) of the step idle: the
-ramp at both ends, which only more micro-batches can dilute. Other schedules shorten the ramp, and pay elsewhere:
+stage s - 1 is through with it, and backward when stage s + 1 is; a rank that waits is idle, and the idle share of a
+step is the *bubble*. With p ranks and m equal micro-batches, GPipe and 1F1B leave (p - 1) / (m + p - 1) of the step
+idle: the ramp at both ends, which only more micro-batches can dilute. Other schedules shorten the ramp, and pay
+elsewhere:
 
 - several stages a rank (interleaving) divide the ramp by that number and multiply the transfers by it;
 - splitting the backward lets the gradient of the weights (W), for which nobody waits, fill the ramp; activations live
   until W, and the backward runs in two pieces;
 - a V (rank 0 holds first and last stage) does both, and evens out memory over the ranks.
 
-A `Schedule` holds, for each rank, the exact sequence of its actions. It is plain data: `str` prints it, `parse_schedule`
-reads it back, so an order can be written by hand, kept in a file or compared in a test. Whoever executes one calls
-`check_schedule` first: every action exists once, on the rank that holds its stage, and no rank waits for ever.
+A `Schedule` holds, for each rank, the exact sequence of its actions. It is plain data: `str` prints it,
+`parse_schedule` reads it back, so an order can be written by hand, kept in a file or compared in a test. Whoever
+executes one calls `check_schedule` first: every action exists once, on the rank that holds its stage, and no rank
+waits for ever.
 
 How an executor is assumed to move tensors: a send never blocks, a receive blocks. Between two ranks there is one
 channel each way; its messages arrive in the order in which the sender's actions stand (`transfers`), and the
 receiver takes them in that order and keeps what it does not need yet. What is earlier in a channel was sent earlier, so
 taking messages in order adds no deadlock to those that `check_schedule` finds.
 
-Invariants: times play no part here (`danlu.parallel.timeline` adds them), no order depends on a rank's own clock, and any
-number of micro-batches from one upwards is legal for every schedule. Not done here: the layout of layers over stages,
-and overlapping a forward with a backward inside one action, as DualPipe's kernels do.
+Invariants: times play no part here (`danlu.parallel.timeline` adds them), no order depends on a rank's own clock, and
+any number of micro-batches from one upwards is legal for every schedule. Not done here: the layout of layers over
+stages, and overlapping a forward with a backward inside one action, as DualPipe's kernels do.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from danlu.base.errors import UserError, unknown_name
-from danlu.parallel import schedule_orders
+from danlu.base.errors import UserError
+from danlu.parallel.schedule_facts import SCHEDULES, ScheduleFacts, schedule_facts, theoretical_bubble
 from danlu.parallel.schedule_orders import Action, Kind, Order, parse_action
 
 __all__ = [
@@ -48,72 +50,14 @@ __all__ = [
     "check_schedule",
     "execution_order",
     "find_needs",
+    "find_results",
     "parse_action",
     "parse_schedule",
     "peak_in_flight",
     "schedule_facts",
+    "theoretical_bubble",
     "transfers",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleFacts:
-    """What is known of a schedule before it is built."""
-
-    order: Callable[[int, int, int, int], Order]
-    """(rank, num_ranks, num_virtual, num_micro_batches) to the rank's order."""
-    min_virtual: int
-    max_virtual: int | None
-    """Stages a rank: the fewest and the most; None: no limit."""
-    placement: Literal["loop", "v"]
-    """loop: stage s is on rank s mod p. v: down the ranks and back up, so rank 0 holds the first and the last stage."""
-    splits_backward: bool
-    bubble: str
-    """Idle time of a rank in one step as a formula; see `danlu.parallel.timeline.theoretical_bubble`."""
-    source: str
-
-    @property
-    def legal_virtual(self) -> str:
-        """Which numbers of stages a rank are legal, in words."""
-        if self.max_virtual is None:
-            return f"{self.min_virtual} or more"
-        return str(self.min_virtual)
-
-
-SCHEDULES: dict[str, ScheduleFacts] = {
-    "gpipe": ScheduleFacts(
-        schedule_orders.gpipe, 1, 1, "loop", False, "(p-1)(F+I+W)", "arXiv 1811.06965"
-    ),
-    "1f1b": ScheduleFacts(
-        schedule_orders.one_forward_one_backward, 1, 1, "loop", False, "(p-1)(F+I+W)", "arXiv 2104.04473, section 2.2.1"
-    ),
-    "interleaved": ScheduleFacts(
-        schedule_orders.interleaved, 2, None, "loop", False, "(p-1)(F+I+W)/v", "arXiv 2104.04473, section 2.2.2"
-    ),
-    "looped_bfs": ScheduleFacts(
-        schedule_orders.looped_bfs, 2, None, "loop", False, "(p-1)(F+I+W)/v", "arXiv 2211.05953"
-    ),
-    "zero_bubble": ScheduleFacts(
-        schedule_orders.zero_bubble, 1, 1, "loop", True, "(p-1)(F+I-W)", "arXiv 2401.10241, ZB-H1"
-    ),
-    "interleaved_zero_bubble": ScheduleFacts(
-        schedule_orders.interleaved_zero_bubble, 2, None, "loop", True, "?", "arXiv 2401.10241"
-    ),
-    "zbv": ScheduleFacts(schedule_orders.zbv, 2, 2, "v", True, "?", "arXiv 2401.10241, section 6"),
-    "dualpipev": ScheduleFacts(schedule_orders.dualpipev, 2, 2, "v", True, "?", "arXiv 2412.19437"),
-}
-"""Every schedule that danlu knows, by the name that configs and commands use."""
-
-
-def schedule_facts(name: str) -> ScheduleFacts:
-    """Return the facts of a schedule.
-
-    Raises:
-        UserError: there is no such schedule.
-    """
-    if name not in SCHEDULES:
-        raise unknown_name("pipeline schedule", name, SCHEDULES)
-    return SCHEDULES[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +137,8 @@ def build_schedule(name: str, num_ranks: int, num_virtual: int, num_micro_batche
     for what, count in (("ranks", num_ranks), ("stages a rank", num_virtual), ("micro-batches", num_micro_batches)):
         if count < 1:
             raise UserError(f"a pipeline needs {what}", where=f"schedule {name}", seen=count, legal="1 or more")
-    if num_virtual < facts.min_virtual or (facts.max_virtual is not None and num_virtual > facts.max_virtual):
-        others = [other for other, its in SCHEDULES.items() if its.min_virtual <= num_virtual <= (its.max_virtual or num_virtual)]
+    if not facts.takes(num_virtual):
+        others = [other for other, its in SCHEDULES.items() if its.takes(num_virtual)]
         raise UserError(
             "this schedule has another number of stages a rank",
             where=f"schedule {name}",
@@ -248,7 +192,9 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     ready = deque(range(schedule.num_ranks))
     while ready:
         rank = ready.popleft()
-        for action in schedule.orders[rank][position[rank] :]:
+        order = schedule.orders[rank]
+        while position[rank] < len(order):
+            action = order[position[rank]]
             missing = next((need for need in find_needs(action, schedule.num_stages) if need not in done), None)
             if missing is not None:
                 waiting[missing].append(rank)
@@ -260,7 +206,9 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
                 ready.extend(waiting.pop(result, ()))
     if waiting:
         stuck = sorted((rank, missing) for missing, ranks in waiting.items() for rank in ranks)
-        seen = "; ".join(f"rank {rank} at {schedule.orders[rank][position[rank]]} waits for {need}" for rank, need in stuck)
+        seen = "; ".join(
+            f"rank {rank} at {schedule.orders[rank][position[rank]]} waits for {need}" for rank, need in stuck
+        )
         raise UserError("deadlock: no rank can go on", where=f"schedule {schedule.name}", seen=seen)
 
 
@@ -277,7 +225,9 @@ def check_schedule(schedule: Schedule) -> None:
     for rank, order in enumerate(schedule.orders):
         for action in order:
             place = f"{where}, rank {rank}, {action}"
-            if not (action.stage < schedule.num_stages and action.micro_batch < schedule.num_micro_batches):
+            if action.stage not in range(schedule.num_stages) or action.micro_batch not in range(
+                schedule.num_micro_batches
+            ):
                 raise UserError("no such stage or micro-batch", where=place)
             if schedule.stage_to_rank[action.stage] != rank:
                 owner = schedule.stage_to_rank[action.stage]
@@ -291,7 +241,7 @@ def check_schedule(schedule: Schedule) -> None:
     for stage in range(schedule.num_stages):
         for micro_batch in range(schedule.num_micro_batches):
             for kind in ("F", "I", "W"):
-                if Action(stage, kind, micro_batch) not in seen:  # type: ignore[arg-type]
+                if Action(stage, kind, micro_batch) not in seen:
                     rank = schedule.stage_to_rank[stage]
                     raise UserError("work is missing", where=f"{where}, rank {rank}, {stage}{kind}{micro_batch}")
     for _ in execution_order(schedule):
@@ -300,6 +250,8 @@ def check_schedule(schedule: Schedule) -> None:
 
 def _check_numbers(schedule: Schedule) -> None:
     where = f"schedule {schedule.name}"
+    if schedule.num_micro_batches < 1:
+        raise UserError("a step without micro-batches", where=where, seen=schedule.num_micro_batches, legal="1 or more")
     if len(schedule.orders) != schedule.num_ranks:
         legal = f"{schedule.num_ranks}, one a rank"
         raise UserError("wrong number of orders", where=where, seen=len(schedule.orders), legal=legal)

@@ -14,11 +14,12 @@ behind it. Interleaving gives a rank several stages and visits them in rounds of
 (depth first, arXiv 2104.04473); breadth first (arXiv 2211.05953) makes one round of all micro-batches. ZB-H1
 (arXiv 2401.10241) is 1F1B with the backward split.
 
-The two schedules with a V (stages go down the ranks and come back up, so rank 0 holds both ends of the model) are phases
-written out by hand: ZB-V (arXiv 2401.10241, section 6) and DualPipeV, one half of DualPipe (arXiv 2412.19437). Both are
-defined from about two micro-batches a rank upwards. With fewer, the order is made for the smallest legal number and
-the surplus is struck out: without a micro-batch's whole way through the pipeline all other waits remain satisfiable, so
-a shortened order cannot hang. (1F1B with an uncapped warm-up is how a pipeline with few micro-batches hangs.)
+The two schedules with a V (stages go down the ranks and come back up, so rank 0 holds both ends of the model) are
+phases written out by hand: ZB-V (arXiv 2401.10241, section 6) and DualPipeV, one half of DualPipe (arXiv 2412.19437).
+Both are defined from about two micro-batches a rank upwards. With fewer, the order is made for the smallest legal
+number and the surplus is struck out: without a micro-batch's whole way through the pipeline all other waits remain
+satisfiable, so a shortened order cannot hang. (1F1B with an uncapped warm-up is how a pipeline with few micro-batches
+hangs.)
 """
 
 from __future__ import annotations

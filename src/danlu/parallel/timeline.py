@@ -5,10 +5,10 @@ there. An input from another rank arrives ``transfer_seconds`` after the action 
 ranks no time and do not queue behind one another (they run beside the computation, on links that are not full). A whole
 backward takes as long as input gradient and weight gradient together.
 
-So two bounds hold whatever the costs: a step is never shorter than the work of its busiest rank, nor than the way of one
-micro-batch to the last stage and back. Everything above them is the schedule's doing. `bubble_fraction` is the
-idle share of ranks times makespan: 1 - work / (ranks x makespan); with equal stages and no transfer time
-it is what the formulas of `theoretical_bubble` say (sources there), and a test holds the two together.
+So two bounds hold whatever the costs: a step is never shorter than the work of its busiest rank, nor than the way of
+one micro-batch to the last stage and back. Everything above them is the schedule's doing. `bubble_fraction` is the
+idle share of ranks times makespan: 1 - work / (ranks x makespan); with equal stages and no transfer time it is what
+the formulas of `danlu.parallel.schedule_facts` say, and a test holds the two together.
 
 Not modelled: contention of links, the reduction of gradients over data ranks, the optimizer step (which can start early
 on ranks that finish early, as the zero-bubble paper, arXiv 2401.10241, uses), and slower pieces by splitting.
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from danlu.base.errors import UserError
-from danlu.parallel.schedule import Action, Schedule, execution_order, find_needs, find_results, schedule_facts
+from danlu.parallel.schedule import Action, Schedule, execution_order, find_needs, find_results
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +115,6 @@ def _check_costs(costs: Costs, num_stages: int) -> None:
     )
     for name, values, count in rows:
         if len(values) != count:
-            raise UserError("costs for another number of stages", where=name, seen=len(values), legal=count)
+            raise UserError("costs for another number of stages", where=name, seen=len(values), legal=str(count))
         if not all(0 <= value < float("inf") for value in values):
             raise UserError("a cost is negative or not finite", where=name, seen=values)
