@@ -221,6 +221,7 @@ def check_schedule(schedule: Schedule) -> None:
     """
     _check_numbers(schedule)
     where = f"schedule {schedule.name}"
+    stages, micro_batches = range(schedule.num_stages), range(schedule.num_micro_batches)
     seen: set[Action] = set()
     for rank, order in enumerate(schedule.orders):
         for action in order:
@@ -238,8 +239,8 @@ def check_schedule(schedule: Schedule) -> None:
             if any(result in seen for result in find_results(action)):
                 raise UserError("the work is there twice", where=place)
             seen.update(find_results(action))
-    for stage in range(schedule.num_stages):
-        for micro_batch in range(schedule.num_micro_batches):
+    for stage in stages:
+        for micro_batch in micro_batches:
             for kind in ("F", "I", "W"):
                 if Action(stage, kind, micro_batch) not in seen:
                     rank = schedule.stage_to_rank[stage]

@@ -40,7 +40,7 @@ def draw_timeline(timeline: Timeline, *, width: int = 100) -> str:
         return "nothing takes any time"
     longest_label = max(len(_label(span.action, schedule)) for row in timeline.spans for span in row)
     columns_per_second = (longest_label + 1) / shortest
-    named = math.ceil(timeline.makespan_seconds * columns_per_second) <= space
+    named = round(timeline.makespan_seconds * columns_per_second) <= space
     if not named:
         columns_per_second = min(1 / shortest, space / timeline.makespan_seconds)
     columns = max(1, round(timeline.makespan_seconds * columns_per_second))
