@@ -22,6 +22,7 @@ from danlu.parallel.timeline import Span, Timeline
 KINDS: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 _HUES: dict[Kind, float] = {"F": 0.60, "B": 0.38, "I": 0.08, "W": 0.80}
 _SHORTEST_ROW = 10
+_NOISE = 1e-6
 _LEFT, _RIGHT, _TOP, _ROW, _BAR, _FOOT = 64, 16, 40, 26, 22, 52
 
 
@@ -35,14 +36,18 @@ def draw_timeline(timeline: Timeline, *, width: int = 100) -> str:
     schedule = timeline.schedule
     digits = len(str(schedule.num_ranks - 1))
     space = max(_SHORTEST_ROW, width - len("rank ") - digits - 1)
-    shortest = min((_duration(span) for row in timeline.spans for span in row if _duration(span) > 0), default=0.0)
-    if shortest == 0:
+    durations = {_duration(span) for row in timeline.spans for span in row} - {0.0}
+    if not durations:
         return "nothing takes any time"
+    shortest = min(durations)
     longest_label = max(len(_label(span.action, schedule)) for row in timeline.spans for span in row)
     columns_per_second = (longest_label + 1) / shortest
     named = round(timeline.makespan_seconds * columns_per_second) <= space
     if not named:
-        columns_per_second = min(1 / shortest, space / timeline.makespan_seconds)
+        columns_per_second = space / timeline.makespan_seconds
+        # a letter an action is easiest to read, where all are as long as the shortest or a multiple of it
+        if all(abs(duration / shortest - round(duration / shortest)) < _NOISE for duration in durations):
+            columns_per_second = min(1 / shortest, columns_per_second)
     columns = max(1, round(timeline.makespan_seconds * columns_per_second))
     draw = _named_row if named else _letter_row
     rows = (

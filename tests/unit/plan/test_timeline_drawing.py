@@ -63,6 +63,14 @@ def test_dots_are_the_bubble(name: str) -> None:
     assert set(cells.upper()) == kinds | {"."}
 
 
+def test_uneven_actions_use_the_whole_width() -> None:
+    """Where no column fits all actions, there are as many columns as the line takes."""
+    timeline = simulate(build_schedule("gpipe", 1, 1, 9), Costs((1,), (0.7,), (0.6,), ()))
+    (row,) = rows_of(draw_timeline(timeline, width=47))
+    assert len(row) == 40
+    assert row.count("F") == pytest.approx(40 / 2.3, abs=1)
+
+
 def test_what_takes_no_time_is_not_drawn() -> None:
     """Actions without length leave no mark, and a step without length is said to be one."""
     schedule = build_schedule("zero_bubble", 1, 1, 2)
