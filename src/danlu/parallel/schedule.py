@@ -6,7 +6,7 @@ step is the *bubble*. With p ranks and m equal micro-batches, GPipe and 1F1B lea
 idle: the ramp at both ends, which only more micro-batches can dilute. Other schedules shorten the ramp, and pay
 elsewhere:
 
-- several stages a rank (interleaving) divide the ramp by that number and multiply the transfers by it;
+- several stages a rank (interleaving) divide the ramp by that number and multiply the transfers by rather more than it;
 - splitting the backward lets the gradient of the weights (W), for which nobody waits, fill the ramp; activations live
   until W, and the backward runs in two pieces;
 - a V (rank 0 holds first and last stage) does both, and evens out memory over the ranks.
