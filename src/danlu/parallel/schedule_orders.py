@@ -176,7 +176,7 @@ def _rounds(rank: int, num_ranks: int, num_virtual: int, num_micro_batches: int)
 
 
 def interleaved(rank: int, num_ranks: int, num_virtual: int, num_micro_batches: int) -> Order:
-    """Interleaved 1F1B: a rank needs two forwards ahead for each rank behind it, to and fro."""
+    """Interleaved 1F1B: a rank needs two forwards ahead for each rank behind it, one each way."""
     forwards, backwards, warmup = _rounds(rank, num_ranks, num_virtual, num_micro_batches)
     return _alternate(forwards, backwards, warmup=warmup + 2 * (num_ranks - 1 - rank))
 

@@ -112,5 +112,5 @@ def test_svg_colours_tell_kind_and_micro_batch() -> None:
         assert box is not None
         what = (span.action.kind, span.action.micro_batch, span.action.stage // 2)
         fills.setdefault(box.get("fill", ""), set()).add(what)
-    assert all(len(whats) == 1 for whats in fills.values())
+    assert all(len(meanings) == 1 for meanings in fills.values())
     assert len(fills) == 3 * 6 * 2
