@@ -175,9 +175,8 @@ def find_needs(action: Action, num_stages: int) -> tuple[Action, ...]:
 
 def find_results(action: Action) -> tuple[Action, ...]:
     """Return which results an action leaves, in the terms of `find_needs`."""
-    if action.kind == "B":
-        return (action._replace(kind="I"), action._replace(kind="W"))
-    return (action,)
+    stage, kind, micro_batch = action
+    return (Action(stage, "I", micro_batch), Action(stage, "W", micro_batch)) if kind == "B" else (action,)
 
 
 def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:

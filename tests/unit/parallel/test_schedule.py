@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -182,6 +183,33 @@ def test_transfers_are_all_and_in_the_senders_order(name: str, p: int, v: int) -
     turn = (p - 1, p)
     if SCHEDULES[name].placement == "v":
         assert {(t.from_stage, t.to_stage) for t in moved.local[p - 1]} >= {turn, turn[::-1]}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_channels_read_in_order_bring_all_that_is_needed(name: str) -> None:
+    """An executor that takes messages only in the order of `transfers` finds each input, and no message is left over."""
+    for m in (1, 3, 9):
+        schedule = build_schedule(name, 4, SCHEDULES[name].min_virtual, m)
+        moved = transfers(schedule)
+        coming = {pair: list(items) for pair, items in moved.sends.items()}
+        sent: Counter[tuple[int, int]] = Counter()
+        held: set[tuple[int, str, int, int]] = set()
+        for rank, (stage, kind, i) in execution_order(schedule):
+            source = stage - 1 if kind == "F" else stage + 1
+            if kind != "W" and 0 <= source < schedule.num_stages and schedule.stage_to_rank[source] != rank:
+                pair = (schedule.stage_to_rank[source], rank)
+                need = (rank, "activation" if kind == "F" else "gradient", stage, i)
+                while need not in held:
+                    assert sent[pair] > 0, "the receiver would wait for ever"
+                    sent[pair] -= 1
+                    message = coming[pair].pop(0)
+                    held.add((rank, message.what, message.to_stage, message.micro_batch))
+                held.remove(need)
+            target = stage + 1 if kind == "F" else stage - 1
+            if kind != "W" and 0 <= target < schedule.num_stages and schedule.stage_to_rank[target] != rank:
+                sent[rank, schedule.stage_to_rank[target]] += 1
+        assert not held
+        assert not any(coming.values())
 
 
 def test_check_finds_what_is_missing_doubled_or_misplaced() -> None:
