@@ -187,7 +187,7 @@ def test_transfers_are_all_and_in_the_senders_order(name: str, p: int, v: int) -
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_channels_read_in_order_bring_all_that_is_needed(name: str) -> None:
-    """An executor that takes messages only in the order of `transfers` finds each input, and no message is left over."""
+    """An executor that takes messages only in the order of `transfers` finds each input; none is left over."""
     for m in (1, 3, 9):
         schedule = build_schedule(name, 4, SCHEDULES[name].min_virtual, m)
         moved = transfers(schedule)

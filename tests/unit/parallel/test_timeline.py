@@ -77,13 +77,11 @@ def test_interleaving_divides_the_bubble() -> None:
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_splitting_the_backward_shortens_the_step(name: str) -> None:
-    """F = I = W: a smaller bubble than 1F1B from as many micro-batches as ranks on, never a longer step below."""
+    """F = I = W: a smaller bubble than 1F1B for any number of micro-batches, down to one."""
     for p in (2, 3, 4, 8):
         for m in (1, 2, 3, 4, 5, 8, 9, 16, 25):
             mine, usual = simulated(name, p, fewest(name), m), simulated("1f1b", p, 1, m)
-            if m >= 2 * p:
-                assert mine.bubble_fraction < usual.bubble_fraction, (p, m)
-            assert mine.makespan_seconds <= usual.makespan_seconds + 1e-9, (p, m)
+            assert mine.bubble_fraction < usual.bubble_fraction - 1e-9, (p, m)
 
 
 def longest_way(costs: Costs, schedule: Schedule) -> float:
