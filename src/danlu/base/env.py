@@ -7,6 +7,7 @@ which Slurm, Kubernetes and Ray launchers set too; everything of danlu's own beg
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,3 +56,8 @@ def ranks() -> Ranks:
 def cache_folder() -> Path:
     """Folder for converted models: ``$DANLU_CACHE``, or ``~/.cache/danlu``."""
     return Path(get("DANLU_CACHE") or Path.home() / ".cache" / "danlu")
+
+
+def terminal_width() -> int:
+    """Columns for what is printed: ``$COLUMNS``, those of the terminal, or 100 where there is none."""
+    return shutil.get_terminal_size((100, 24)).columns

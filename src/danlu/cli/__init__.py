@@ -24,6 +24,7 @@ from danlu.cli import (
     data_tokenizer,
     eval_model,
     export,
+    plan_schedule,
     report,
     run,
     train,
@@ -39,6 +40,7 @@ app = typer.Typer(
 )
 data = typer.Typer(help="Turn files into packed, tokenized rows.", no_args_is_help=True)
 config = typer.Typer(help="Look at configs.", no_args_is_help=True)
+plan = typer.Typer(help="Know what a training costs before paying for it.", no_args_is_help=True)
 
 app.command("train")(train.command)
 app.command("eval")(eval_model.command)
@@ -54,6 +56,8 @@ data.command("finance")(data_finance.command)
 app.add_typer(config, name="config")
 config.command("schema")(config_schema.command)
 config.command("show")(config_show.command)
+app.add_typer(plan, name="plan")
+plan.command("schedule")(plan_schedule.command)
 
 
 def _version(wanted: bool) -> None:

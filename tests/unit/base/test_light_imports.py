@@ -26,6 +26,7 @@ def heavy_after(code: str, heavy: list[str]) -> list[str]:
         "danlu.config.schema, danlu.config.load, danlu.config.rules, danlu.config.pipeline, danlu.config.stages, "
         "danlu.config.data_build",
         "danlu.model.spec, danlu.model.families, danlu.model.presets",
+        "danlu.parallel.schedule, danlu.parallel.timeline, danlu.plan.schedule, danlu.plan.timeline_drawing",
     ],
 )
 def test_configs_specs_and_presets_import_nothing_heavy(modules: str) -> None:
@@ -46,6 +47,21 @@ def test_help_imports_neither_torch_nor_transformers_nor_pydantic() -> None:
         "assert 'train' in out.getvalue()"
     )
     assert heavy_after(code, [*HEAVY, "pydantic"]) == []
+
+
+def test_planning_a_schedule_needs_no_library() -> None:
+    """`danlu plan schedule` answers without torch, numpy or transformers; pydantic may come with typer's own parser."""
+    code = (
+        "import io, contextlib\n"
+        "from danlu.cli import app\n"
+        "with contextlib.redirect_stdout(io.StringIO()) as out:\n"
+        "    try:\n"
+        "        app(['plan', 'schedule', '--stages', '4', '--micro-batches', '8'])\n"
+        "    except SystemExit as end:\n"
+        "        assert not end.code, end.code\n"
+        "assert 'rank 3' in out.getvalue()"
+    )
+    assert heavy_after(code, HEAVY) == []
 
 
 def test_this_test_can_fail() -> None:
