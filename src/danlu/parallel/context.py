@@ -23,6 +23,9 @@ nobody shifts or counts within a part; a row is padded at its end with tokens th
 group see the same rows in the same order. Losses are sums over this rank's targets: divided by the target count of the
 whole global batch, their gradients must be *summed* over cp x dp ranks, and nothing is scaled by c.
 
+In shape suffixes of this file and of `ring_attention` S is this rank's part of a row; names that begin with `row_` hold
+whole rows.
+
 What it does not do: generate with a KV cache, or balance documents of uneven length between ring ranks.
 """
 
@@ -47,7 +50,8 @@ from danlu.parallel.ring_attention import Blocks, ring_attention, zigzag_chunks
 
 Method = Literal["ulysses", "ring"]
 METHODS: tuple[Method, ...] = get_args(Method)
-_PADDING = MicroBatch(0, IGNORE, 0, -1)  # type: ignore[arg-type]
+_PADDING = (0, IGNORE, 0, -1)
+"""What fills up tokens, labels, positions and document ids."""
 
 
 def check_context(method: str, size: int, num_heads: int, num_kv_heads: int) -> None:
@@ -167,10 +171,10 @@ class _PartPlan:
     def join(self, part_BS: Tensor) -> Tensor:
         """Return whole rows, in the order of their slots, from all ranks' parts (a collective)."""
         size = self.group.size()
-        parts_CBS = part_BS.new_empty(size, *part_BS.shape)
-        dist.all_gather_into_tensor(parts_CBS, part_BS.contiguous(), group=self.group)
+        parts = [torch.empty_like(part_BS, memory_format=torch.contiguous_format) for _ in range(size)]
+        dist.all_gather(parts, part_BS.contiguous(), group=self.group)
         slots = torch.cat([slots_of(rank, size, self.method, self.row_length) for rank in range(size)])
-        row_BS = parts_CBS.transpose(0, 1).flatten(1)
+        row_BS = torch.cat(parts, 1)
         return torch.empty_like(row_BS).index_copy_(1, slots.to(row_BS.device), row_BS)
 
     def document_lengths(self) -> Tensor:
@@ -183,17 +187,17 @@ class RingPlan(_PartPlan):
 
     method = "ring"
 
-    def attend(
-        self, query_BSNH: Tensor, key_BSGH: Tensor, value_BSGH: Tensor, *, layer: int, window: int | None
-    ) -> Tensor:
-        """See `AttentionPlan.attend`; S is this rank's part."""
-        return ring_attention(query_BSNH, key_BSGH, value_BSGH, self._blocks, self.group, window)
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         size, device = self.group.size(), self.slots.device
         chunk_tokens = self.row_length // (2 * size)
         self._blocks = Blocks(self.row_ids_BS, chunk_tokens, self.group.rank(), size, device)
+
+    def attend(
+        self, query_BSNH: Tensor, key_BSGH: Tensor, value_BSGH: Tensor, *, layer: int, window: int | None
+    ) -> Tensor:
+        """See `AttentionPlan.attend`; S is this rank's part."""
+        return ring_attention(query_BSNH, key_BSGH, value_BSGH, self._blocks, self.group, window)
 
 
 class UlyssesPlan(_PartPlan):

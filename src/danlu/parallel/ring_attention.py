@@ -4,8 +4,8 @@ A row of S tokens is 2c chunks for c ranks. Rank r holds chunks r and 2c - 1 - r
 needs i + 1 blocks of work, so every rank has (r + 1) + (2c - r) = 2c + 1 of them, and two in every step after the
 first. A contiguous split would let the last rank do 2c - 1 times the work of the first.
 
-Softmax over keys that arrive in pieces is exact. A block of keys gives its own output o' and l' = log(sum(exp(scores)));
-what is known so far, (o, l), is merged with it (online softmax, arXiv:1805.02867):
+Softmax over keys that arrive in pieces is exact. A block of keys gives its own output o' and its own
+l' = log(sum(exp(scores))); what is known so far, (o, l), is merged with it (online softmax, arXiv:1805.02867):
 
     L = log(exp(l) + exp(l'));    o <- exp(l - L) o + exp(l' - L) o';    l <- L
 
@@ -82,9 +82,11 @@ class Blocks:
 
     def hidden(self, queries: int, keys: int, rows: slice, window: int | None) -> Tensor:
         """Return which keys of a chunk some rows of a chunk of queries must not see, [B or 1, rows, keys]."""
-        query_slots = torch.arange(rows.start, rows.stop, device=self.device) + queries * self.chunk_tokens
-        key_slots = torch.arange(self.chunk_tokens, device=self.device) + keys * self.chunk_tokens
-        distance = query_slots.unsqueeze(1) - key_slots
+        chunk = self.chunk_tokens
+        query_slots = slice(queries * chunk + rows.start, queries * chunk + rows.stop)
+        key_slots = slice(keys * chunk, (keys + 1) * chunk)
+        order = torch.arange(self.chunk_tokens * 2 * self.size, device=self.device)
+        distance = order[query_slots].unsqueeze(1) - order[key_slots]
         hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
         if self.row_ids_BS is None:
             return hidden.unsqueeze(0)
@@ -220,7 +222,8 @@ class _Ring(torch.autograd.Function):
 
 def _by_key_head(x_BSNH: Tensor, num_kv_heads: int) -> Tensor:
     """Return a view [B, G, N/G, S, H]: query heads under the key head that they share."""
-    return x_BSNH.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+    shared: Tensor = x_BSNH.unflatten(2, (num_kv_heads, -1))
+    return shared.permute(0, 2, 3, 1, 4)
 
 
 def _stack(key_BSGH: Tensor, value_BSGH: Tensor) -> Tensor:
@@ -247,7 +250,7 @@ class _Tile(NamedTuple):
 
     def scores(self) -> Tensor:
         """Return the scores [Z, Q, K], -inf where hidden."""
-        scores = torch.bmm(self.query_ZQH, self.key_ZKH.transpose(1, 2))
+        scores: Tensor = torch.bmm(self.query_ZQH, self.key_ZKH.transpose(1, 2))
         if self.hidden is not None:
             scores.view(*self.shape, -1).masked_fill_(self.hidden[:, None, None], float("-inf"))
         return scores
