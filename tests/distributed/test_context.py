@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from danlu.base.errors import RunError
+from danlu.base.errors import RunError, UserError
 from danlu.data.batch import MicroBatch
 from danlu.model.attention import RowPlan
 from danlu.model.cache import KVCache
@@ -339,14 +339,19 @@ def refusals() -> list[str]:
             with pytest.raises(RunError) as caught:
                 model(torch.zeros(1, tokens, dtype=torch.int64), **options)
             said.append(str(caught.value))
+        apply_context(tiny_model(), world.data_group, "ulysses", tensor_degree=2)
+        with pytest.raises(UserError) as refused:
+            apply_context(tiny_model(), world.data_group, "ulysses", tensor_degree=4)
+        said.append(str(refused.value))
     return said
 
 
 def test_what_a_part_cannot_do_is_refused(pool: RankPool) -> None:
-    """A KV cache, and parts that are not two chunks, are errors on every rank and not wrong numbers."""
-    for cache, odd in pool.run(2, refusals):
+    """A KV cache, parts that are not two chunks, too few heads beside tensor parallelism: errors on every rank."""
+    for cache, odd, few in pool.run(2, refusals):
         assert "KV cache" in cache
         assert "split_batch" in odd
+        assert "2 ranks for 1 query heads" in few
 
 
 def test_a_split_model_of_one_rank_is_the_model(pool: RankPool) -> None:

@@ -115,15 +115,23 @@ def split_batch(batch: MicroBatch, rank: int, size: int, method: Method, multipl
     )
 
 
-def apply_context(model: Decoder, group: dist.ProcessGroup, method: Method) -> Decoder:
+def apply_context(model: Decoder, group: dist.ProcessGroup, method: Method, *, tensor_degree: int = 1) -> Decoder:
     """Let ``model`` work on parts of rows, as `split_batch` makes them, and return it.
 
-    All ranks of ``group`` must then run the same forwards and backwards together.
+    All ranks of ``group`` must then run the same forwards and backwards together. The length of whole rows is not
+    checked against the model's positions here: a rank sees its part only.
+
+    Args:
+        model: the decoder, not yet wrapped.
+        group: the ranks that rows are split over, in the order of `split_batch`.
+        method: one of `METHODS`.
+        tensor_degree: ranks that share the heads already (tensor parallelism).
 
     Raises:
         UserError: see `check_context`.
     """
-    check_context(method, group.size(), model.spec.num_heads, model.spec.num_kv_heads)
+    heads, kv_heads = (max(1, n // tensor_degree) for n in (model.spec.num_heads, model.spec.num_kv_heads))
+    check_context(method, group.size(), heads, kv_heads)
     plan: Callable[..., AttentionPlan] = UlyssesPlan if method == "ulysses" else RingPlan
 
     def plan_part(
