@@ -1,23 +1,29 @@
 """Causal attention that never crosses a document, over packed rows, padded rows, windows and a KV cache.
 
-Who may see whom is the same in every layer, so it is worked out once a micro-batch (`plan_attention`) as a value that
-all layers share. A token sees the tokens of its own document that are not after it, and, where the layer has a window
-of w, only the w - 1 before it and itself. No real token sees padding (document id -1), and padding sees at most itself:
-a softmax over nothing never happens, so there is no NaN to spread (0 * NaN = NaN) in either direction. What comes out
-at padding is finite and means nothing.
+Who may see whom is the same in every layer, so it is worked out once a micro-batch as a value that all layers share, an
+`AttentionPlan`. A token sees the tokens of its own document that are not after it, and, where the layer has a window of
+w, only the w - 1 before it and itself. No real token sees padding (document id -1), and padding sees at most itself: a
+softmax over nothing never happens, so there is no NaN to spread (0 * NaN = NaN) in either direction. What comes out at
+padding is finite and means nothing.
+
+The plan is also the seam for what spreads a row over ranks. The decoder makes its plans by `Decoder.plan_attention`;
+where that is replaced, keys or heads travel inside `attend` and nothing else in the model knows.
 
 Paths, all exact:
 
 - one document a row, no window: the causal kernel, no mask at all;
 - packed or padded rows and windows on a CPU: document by document, see `cpu_attention`;
 - the same on CUDA: one boolean mask a window, [B, 1, S, S], shared by the layers. A variable-length kernel would take
-  this path's place in `attend`;
+  this path's place in `RowPlan.attend`;
 - with a cache: fresh keys are written first, then slots up to the query's position are visible.
 
 Grouped queries (arXiv:2305.13245) are passed as they are; keys are not repeated.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,14 +32,61 @@ from torch import Tensor, nn
 from danlu.base.errors import RunError
 from danlu.model.cache import KVCache
 from danlu.model.cpu_attention import Piece, attend_documents, plan_pieces
+from danlu.model.documents import count_lengths, count_positions
 from danlu.model.linear import Linear
 from danlu.model.norm import RMSNorm
 from danlu.model.rope import Rotation, rotate
 from danlu.model.spec import ModelSpec
 
 
-class AttentionPlan:
-    """Visibility of one micro-batch, with the masks or pieces that layers need, each made on first use.
+class AttentionPlan(Protocol):
+    """What the layers of one forward pass share: who sees whom, and how it is computed.
+
+    Attributes:
+        positions_BS: position of each token of this rank in its document, [B or 1, S].
+    """
+
+    positions_BS: Tensor
+
+    def attend(
+        self, query_BSNH: Tensor, key_BSGH: Tensor, value_BSGH: Tensor, *, layer: int, window: int | None
+    ) -> Tensor:
+        """Return softmax(q k^T / sqrt(H)) v over what each query may see, [B, S, N, H].
+
+        Args:
+            query_BSNH: queries of this rank's tokens.
+            key_BSGH: their keys; N is a multiple of G.
+            value_BSGH: their values.
+            layer: index of the layer, for plans that remember keys.
+            window: a token sees itself and the ``window - 1`` before it; None sees the whole document.
+        """
+
+    def document_lengths(self) -> Tensor:
+        """Return for each token of this rank how many tokens its document has, [B or 1, S]."""
+
+
+PlanAttention = Callable[[Tensor, Tensor | None, Tensor | None, KVCache | None], AttentionPlan]
+"""Makes the plan of one forward pass from tokens, positions, document ids and cache (see `plan_attention`)."""
+
+
+def plan_attention(
+    tokens_BS: Tensor, positions_BS: Tensor | None, document_ids_BS: Tensor | None, cache: KVCache | None
+) -> AttentionPlan:
+    """Return the plan for whole rows on one device.
+
+    Args:
+        tokens_BS: token ids.
+        positions_BS: position of each token in its document; None counts from each document's start.
+        document_ids_BS: equal ids see each other; -1 is padding; None is one document a row.
+        cache: keys and values of earlier tokens.
+    """
+    if positions_BS is None:
+        positions_BS = count_positions(tokens_BS, document_ids_BS)
+    return RowPlan(document_ids_BS, positions_BS, cache)
+
+
+class RowPlan:
+    """Visibility in whole rows, with the masks or pieces that layers need, each made on first use.
 
     Args:
         document_ids_BS: equal ids see each other; -1 is padding; None is one document a row.
@@ -58,6 +111,37 @@ class AttentionPlan:
         self.in_pieces = on_cpu and not self.reads_cache
         self._masks: dict[int | None, Tensor] = {}
         self._pieces: dict[tuple[int, int, int], list[Piece]] = {}
+
+    def attend(
+        self, query_BSNH: Tensor, key_BSGH: Tensor, value_BSGH: Tensor, *, layer: int, window: int | None
+    ) -> Tensor:
+        """See `AttentionPlan.attend`; with a cache, this chunk's keys and values are stored and earlier ones seen."""
+        key_BKGH, value_BKGH = self._remembered(layer, key_BSGH, value_BSGH)
+        causal, num_heads, num_kv_heads = self.is_causal(window), query_BSNH.shape[2], key_BKGH.shape[2]
+        if self.in_pieces and not causal:
+            pieces = self.pieces(query_BSNH.shape[0], num_heads, num_kv_heads)
+            return attend_documents(query_BSNH, key_BKGH, value_BKGH, pieces, window)
+        mixed = F.scaled_dot_product_attention(
+            query_BSNH.transpose(1, 2),
+            key_BKGH.transpose(1, 2),
+            value_BKGH.transpose(1, 2),
+            attn_mask=None if causal else self.mask(window),
+            is_causal=causal,
+            enable_gqa=num_heads != num_kv_heads,
+        )
+        return mixed.transpose(1, 2)
+
+    def document_lengths(self) -> Tensor:
+        """See `AttentionPlan.document_lengths`."""
+        return count_lengths(self.positions_BS, self.document_ids_BS)
+
+    def _remembered(self, layer: int, key_BSGH: Tensor, value_BSGH: Tensor) -> tuple[Tensor, Tensor]:
+        if self.cache is None:
+            return key_BSGH, value_BSGH
+        self.cache.write(layer, key_BSGH, value_BSGH, self.positions_BS)
+        if not self.reads_cache:
+            return key_BSGH, value_BSGH
+        return self.cache.keys[layer][:, : self.num_keys], self.cache.values[layer][:, : self.num_keys]
 
     def is_causal(self, window: int | None) -> bool:
         """Return whether plain causal attention over whole rows is right for a layer with ``window``."""
@@ -101,23 +185,6 @@ def _one_document_a_row(document_ids_BS: Tensor) -> bool:
     return bool(((document_ids_BS == first_B1) & (first_B1 >= 0)).all())
 
 
-def attend(query_BSNH: Tensor, key_BKGH: Tensor, value_BKGH: Tensor, plan: AttentionPlan, window: int | None) -> Tensor:
-    """Return softmax(q k^T / sqrt(H)) v over what ``plan`` makes visible, [B, S, N, H]."""
-    causal, num_heads, num_kv_heads = plan.is_causal(window), query_BSNH.shape[2], key_BKGH.shape[2]
-    if plan.in_pieces and not causal:
-        pieces = plan.pieces(query_BSNH.shape[0], num_heads, num_kv_heads)
-        return attend_documents(query_BSNH, key_BKGH, value_BKGH, pieces, window)
-    mixed = F.scaled_dot_product_attention(
-        query_BSNH.transpose(1, 2),
-        key_BKGH.transpose(1, 2),
-        value_BKGH.transpose(1, 2),
-        attn_mask=None if causal else plan.mask(window),
-        is_causal=causal,
-        enable_gqa=num_heads != num_kv_heads,
-    )
-    return mixed.transpose(1, 2)
-
-
 class Attention(nn.Module):
     """Projections, optional head norms, rotation and attention of one layer."""
 
@@ -147,12 +214,6 @@ class Attention(nn.Module):
             query_BSNH, key_BSGH = self.query_norm(query_BSNH), self.key_norm(key_BSGH)
         if turn is not None:
             query_BSNH, key_BSGH = rotate(query_BSNH, turn), rotate(key_BSGH, turn)
-        cache = plan.cache
-        if cache is not None:
-            cache.write(self.layer, key_BSGH, value_BSGH, plan.positions_BS)
-            if plan.reads_cache:
-                key_BSGH = cache.keys[self.layer][:, : plan.num_keys]
-                value_BSGH = cache.values[self.layer][:, : plan.num_keys]
-        mixed_BSNH = attend(query_BSNH, key_BSGH, value_BSGH, plan, self.window)
+        mixed_BSNH = plan.attend(query_BSNH, key_BSGH, value_BSGH, layer=self.layer, window=self.window)
         out_BSD: Tensor = self.output(mixed_BSNH.flatten(2))
         return out_BSD

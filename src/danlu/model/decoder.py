@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from danlu.base.errors import UserError
-from danlu.model.attention import Attention, AttentionPlan
+from danlu.model.attention import Attention, AttentionPlan, PlanAttention, plan_attention
 from danlu.model.cache import KVCache
 from danlu.model.mlp import MLP
 from danlu.model.norm import LayerNorm, RMSNorm
@@ -85,6 +85,9 @@ class Decoder(nn.Module):
         compute_dtype: dtype of the activations and of every matrix product.
         dropout: probability on the embedding and on each residual branch, in training mode only.
 
+    Attributes:
+        plan_attention: makes the plan of each forward pass; what spreads rows over ranks replaces it.
+
     Parameters are allocated on the current default device and uninitialised: call `init_weights` or load a checkpoint.
     Under ``torch.device("meta")`` nothing is allocated; ``to_empty`` then `init_weights` gives the same values.
     """
@@ -92,6 +95,7 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec, *, compute_dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> None:
         super().__init__()
         self.spec, self.compute_dtype, self.dropout = spec, compute_dtype, dropout
+        self.plan_attention: PlanAttention = plan_attention
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size)
         learned = spec.positions == "learned"
         self.position_embedding = Embedding(spec.max_positions, spec.hidden_size) if learned else None
@@ -124,17 +128,15 @@ class Decoder(nn.Module):
         Raises:
             UserError: more tokens a row than the model has positions for.
         """
-        if positions_BS is None:
-            positions_BS = count_positions(tokens_BS, document_ids_BS)
         self.check_length(tokens_BS.shape[1] + (0 if cache is None else cache.num_filled))
+        plan = self.plan_attention(tokens_BS, positions_BS, document_ids_BS, cache)
         hidden_BSD = self.embedding(tokens_BS)
         if self.position_embedding is not None:
-            hidden_BSD = hidden_BSD + self.position_embedding(positions_BS)
+            hidden_BSD = hidden_BSD + self.position_embedding(plan.positions_BS)
         hidden_BSD = hidden_BSD.to(self.compute_dtype)
         if self.dropout:
             hidden_BSD = F.dropout(hidden_BSD, self.dropout, self.training)
-        plan = AttentionPlan(document_ids_BS, positions_BS, cache)
-        turn = self._rotation(positions_BS, document_ids_BS) if self.spec.positions == "rope" else None
+        turn = self._rotation(plan) if self.spec.positions == "rope" else None
         for block in self.blocks:
             hidden_BSD = block(hidden_BSD, plan, turn)
         final_BSD: Tensor = self.final_norm(hidden_BSD)
@@ -159,11 +161,11 @@ class Decoder(nn.Module):
                 hint="shorten the rows or use a model with a longer context",
             )
 
-    def _rotation(self, positions_BS: Tensor, document_ids_BS: Tensor | None) -> Rotation:
+    def _rotation(self, plan: AttentionPlan) -> Rotation:
         scaling, lengths_BS = self.spec.rope_scaling, None
         if scaling is not None and scaling.kind == "dynamic":
-            lengths_BS = count_lengths(positions_BS, document_ids_BS)
-        return rotation(self.spec, positions_BS, self.compute_dtype, lengths_BS)
+            lengths_BS = plan.document_lengths()
+        return rotation(self.spec, plan.positions_BS, self.compute_dtype, lengths_BS)
 
 
 def initial_value(spec: ModelSpec, name: str, shape: Sequence[int], seed: int) -> Tensor:
@@ -179,23 +181,3 @@ def initial_value(spec: ModelSpec, name: str, shape: Sequence[int], seed: int) -
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.empty(*shape).normal_(0.0, std, generator=generator)
-
-
-def count_positions(tokens_BS: Tensor, document_ids_BS: Tensor | None) -> Tensor:
-    """Return positions that restart at every change of document id, [B, S] ([1, S] without documents)."""
-    order = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).unsqueeze(0)
-    if document_ids_BS is None:
-        return order
-    starts = torch.ones_like(document_ids_BS, dtype=torch.bool)
-    starts[:, 1:] = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
-    return order - torch.where(starts, order, 0).cummax(dim=1).values
-
-
-def count_lengths(positions_BS: Tensor, document_ids_BS: Tensor | None) -> Tensor:
-    """Return for each token the length of its document, [B, S]: the largest position in it plus one."""
-    if document_ids_BS is None:
-        return positions_BS.amax(dim=1, keepdim=True).expand_as(positions_BS) + 1
-    ids = document_ids_BS - document_ids_BS.min()
-    longest = torch.zeros(ids.shape[0], int(ids.max()) + 1, dtype=positions_BS.dtype, device=ids.device)
-    longest.scatter_reduce_(1, ids, positions_BS.expand_as(ids), reduce="amax")
-    return longest.gather(1, ids) + 1

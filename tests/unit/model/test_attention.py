@@ -11,10 +11,10 @@ from torch import Tensor
 
 from danlu.base.errors import RunError
 from danlu.model import attention, cpu_attention
-from danlu.model.attention import AttentionPlan, attend
+from danlu.model.attention import RowPlan
 from danlu.model.cache import KVCache
 from danlu.model.cpu_attention import plan_pieces
-from danlu.model.decoder import count_lengths, count_positions
+from danlu.model.documents import count_lengths, count_positions
 from tiny_models import GPT, T0, build, logits, random_tokens
 
 PATHS = ["pieces", "mask"]
@@ -25,13 +25,13 @@ PACKED = torch.tensor([[0] * 3 + [1] * 5])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a test on the document-by-document path (CPU) and on the masked path (what CUDA takes)."""
     if request.param == "mask":
-        original = AttentionPlan.__init__
+        original = RowPlan.__init__
 
-        def masked(self: AttentionPlan, *args: object) -> None:
+        def masked(self: RowPlan, *args: object) -> None:
             original(self, *args)  # type: ignore[arg-type]
             self.in_pieces = False
 
-        monkeypatch.setattr(AttentionPlan, "__init__", masked)
+        monkeypatch.setattr(RowPlan, "__init__", masked)
     return str(request.param)
 
 
@@ -68,8 +68,8 @@ def test_every_path_equals_the_definition(
     torch.manual_seed(0)
     ids = documents(rows, length, longest, seed=length)
     q, k, v = (torch.randn(rows, length, n, width, requires_grad=True) for n in (heads, kv_heads, kv_heads))
-    plan = AttentionPlan(ids, count_positions(ids, ids), None)
-    mixed = attend(q, k, v, plan, window)
+    plan = RowPlan(ids, count_positions(ids, ids), None)
+    mixed = plan.attend(q, k, v, layer=0, window=window)
     expected = dense(q.double(), k.double(), v.double(), ids, window)
     grad = torch.randn_like(mixed)
     assert (mixed - expected).abs().max() < 1e-5
@@ -105,7 +105,7 @@ def test_ids_that_return_after_a_gap_are_one_document(path: str) -> None:
     torch.manual_seed(0)
     ids = torch.tensor([[0, 1, 0, 1, 1, 0, 2, 0]])
     q, k, v = (torch.randn(1, 8, 2, 4) for _ in range(3))
-    mixed = attend(q, k, v, AttentionPlan(ids, torch.arange(8)[None], None), None)
+    mixed = RowPlan(ids, torch.arange(8)[None], None).attend(q, k, v, layer=0, window=None)
     assert (mixed - dense(q, k, v, ids, None)).abs().max() < 1e-6
 
 
@@ -190,7 +190,7 @@ def test_bf16_scores_are_as_precise_as_the_fused_kernel() -> None:
     torch.manual_seed(0)
     ids = documents(2, 64, 30, seed=1)
     q, k, v = (torch.randn(2, 64, 4, 16).mul(3).bfloat16().requires_grad_() for _ in range(3))
-    mixed = attend(q, k, v, AttentionPlan(ids, count_positions(ids, ids), None), None)
+    mixed = RowPlan(ids, count_positions(ids, ids), None).attend(q, k, v, layer=0, window=None)
     expected = dense(q.double(), k.double(), v.double(), ids, None)
     grad = torch.randn_like(mixed)
     assert mixed.dtype == torch.bfloat16
