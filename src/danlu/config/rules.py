@@ -105,6 +105,8 @@ def check_effect(config: Config) -> None:
     parallel = config.parallel
     if parallel.tp == 1:
         idle["parallel.sp"] = "it is about tensor parallelism, and parallel.tp = 1"
+    if parallel.cp == 1:
+        idle["parallel.cp_method"] = "it is about context parallelism, and parallel.cp = 1"
     if parallel.zero != 3:
         why = f"it is about parallel.zero = 3, and zero = {parallel.zero}"
         idle |= dict.fromkeys(("parallel.reshard_after_forward", "parallel.prefetch"), why)
@@ -129,8 +131,8 @@ def solve_layout(config: Config, world_size: int) -> Degrees:
         UserError: the degrees do not multiply to ``world_size``, or nothing is split over ``dp_shard``.
     """
     parallel = config.parallel
-    wanted = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard, "tp": parallel.tp}
-    degrees = solve_degrees({"pp": 1, "cp": 1, **wanted}, world_size=world_size, zero=parallel.zero)
+    wanted = {axis: getattr(parallel, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp")}
+    degrees = solve_degrees({"pp": 1, **wanted}, world_size=world_size, zero=parallel.zero)
     if degrees.dp_shard > 1 and parallel.zero == 0:
         raise UserError(
             "zero = 0 splits nothing over dp_shard",

@@ -158,7 +158,7 @@ class ParallelSection(Section):
     dp_shard: Degree | None = None
     """Ranks that split what a copy holds, as far as `zero` says; -1: what is left. Unset: what is left with `zero`."""
     zero: Literal[0, 1, 2, 3] = 0
-    """What `dp_shard` ranks split (arXiv 1910.02054): 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters."""
+    """What `dp_shard` and `cp` ranks split (arXiv 1910.02054): 1 optimizer state, 2 + gradients, 3 + parameters."""
     reshard_after_forward: bool = True
     """`zero = 3`: free a block's whole parameters after its forward pass and gather them again for the backward."""
     prefetch: NonNegativeInt = 1
@@ -167,6 +167,10 @@ class ParallelSection(Section):
     """Ranks that split every matrix (tensor parallelism, arXiv 1909.08053); -1: what is left."""
     sp: bool = True
     """With `tp`: split norms and residuals by sequence between the matrices (arXiv 2205.05198)."""
+    cp: Degree = 1
+    """Ranks that split every row through attention (context parallelism); -1: what is left."""
+    cp_method: Literal["ring", "ulysses"] = "ring"
+    """With `cp`: keys travel round the ranks (arXiv 2310.01889), or heads go for tokens (arXiv 2309.14509)."""
     bucket_cap_mb: PositiveFloat = 25.0
     """Size of a gradient bucket in MiB; a bucket is reduced while the backward pass goes on."""
     timeout_seconds: PositiveInt = 600

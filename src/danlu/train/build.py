@@ -30,6 +30,7 @@ from danlu.model.flops import train_flops_per_token
 from danlu.model.presets import PRESETS
 from danlu.model.spec import ModelSpec
 from danlu.objective.cross_entropy import CrossEntropy, Objective, VocabularyShard
+from danlu.parallel.context import apply_context, check_context, row_multiple, split_batch
 from danlu.parallel.data import Reducer, ReplicaReducer, check_replicas
 from danlu.parallel.mesh import World
 from danlu.parallel.placement import Block, Piece
@@ -52,14 +53,25 @@ class Start:
 def check_layout(config: Config, spec: ModelSpec, degrees: Degrees, sequence_length: int) -> None:
     """Raise `UserError` where this model, or its rows, cannot be laid out so."""
     check_tensor(degrees.tp, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, mlp_size=spec.mlp_size)
-    padded = sequence_length + -sequence_length % degrees.tp
-    if degrees.tp > 1 and config.parallel.sp and spec.positions == "learned" and padded > spec.max_positions:
+    if degrees.cp > 1:
+        heads = (spec.num_heads // degrees.tp, max(1, spec.num_kv_heads // degrees.tp))
+        check_context(config.parallel.cp_method, degrees.cp, *heads)
+    multiple = length_multiple(config, degrees)
+    padded = -(-sequence_length // multiple) * multiple
+    if spec.positions == "learned" and padded > spec.max_positions:
         raise UserError(
-            "sequence parallelism pads the rows beyond the model's positions",
-            where="parallel.sp",
-            seen=f"rows of {sequence_length} tokens on tp={degrees.tp}, {spec.max_positions} positions",
-            hint="set parallel.sp = false, or build rows whose length is a multiple of tp",
+            "rows are padded beyond the model's positions, so that every rank has an equal part",
+            where="parallel.cp" if degrees.cp > 1 else "parallel.sp",
+            seen=f"rows of {sequence_length} tokens, {spec.max_positions} positions",
+            legal=f"rows of at most {spec.max_positions // multiple * multiple} tokens",
+            hint=f"build rows whose length is a multiple of {multiple}",
         )
+
+
+def length_multiple(config: Config, degrees: Degrees) -> int:
+    """Return what the length of a row is padded to a multiple of, so that cp and sp ranks have equal parts."""
+    tokens = degrees.tp if config.parallel.sp else 1
+    return row_multiple(degrees.cp, config.parallel.cp_method, tokens) if degrees.cp > 1 else tokens
 
 
 def open_sources(paths: Sequence[str], on_corrupt: str) -> list[PackedDataset]:
@@ -182,6 +194,8 @@ def build_model(config: Config, start: Start, world: World) -> Built:
         model = Decoder(start.spec, compute_dtype=dtype, dropout=config.model.dropout)
     # tensor parallelism first: it changes the parameters' shapes, which everything after it takes as they are
     blocks = apply_tensor(model, world.axis_group("tp"), sp=parallel.sp)
+    if world.degrees.cp > 1:
+        apply_context(model, world.axis_group("cp"), parallel.cp_method, tensor_degree=world.degrees.tp)
     reducer: Reducer | None = None
     if parallel.zero == 3:  # while still on meta: no rank ever holds the whole
         reducer = FullShardReducer(
@@ -228,10 +242,11 @@ def build_objective(config: Config, spec: ModelSpec, world: World) -> Objective:
 
 def build_forward(config: Config, built: Built, objective: Objective, world: World) -> Forward:
     """Return what makes a micro-batch's loss on this layout."""
-    multiple = world.degrees.tp if config.parallel.sp else 1
+    place, size, method = world.place("cp"), world.degrees.cp, config.parallel.cp_method
+    tokens = world.degrees.tp if config.parallel.sp else 1
 
     def lay_out(batch: MicroBatch) -> MicroBatch:
-        return pad_length(batch, multiple)
+        return split_batch(batch, place, size, method, tokens) if size > 1 else pad_length(batch, tokens)
 
     return Forward(built.model, objective, device=world.device, lay_out=lay_out)
 
