@@ -14,6 +14,7 @@ No q/k permutation happens in either direction: the decoder turns the same pairs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
@@ -85,18 +86,19 @@ def load_hf_weights(
         model.to_empty(device=device)
     files = open_tensors(folder)
     parameters = dict(model.named_parameters())
+    shapes = {fqn: tuple(parameter.shape) for fqn, parameter in parameters.items()}
     for name, tensor_map in _match_names(model.spec, files.names, folder).items():
         tensor = files.read(name)
-        shape = (sum(tensor_map.rows), *parameters[tensor_map.fqns[0]].shape[1:])
-        shape = shape[::-1] if tensor_map.transpose else shape
+        shape = tensor_map.hf_shape(shapes)
         if tensor.shape != shape:
             raise UserError(
                 "a tensor's shape contradicts config.json", where=str(folder), seen=f"{name}: {tuple(tensor.shape)}",
                 legal=str(shape),
             )  # fmt: skip
         stacked = tensor.t() if tensor_map.transpose else tensor
-        for fqn, piece in zip(tensor_map.fqns, stacked.split(tensor_map.rows), strict=True):
-            parameters[fqn].copy_(piece)
+        pieces = stacked.split(tensor_map.rows, dim=max(0, stacked.dim() - 2))
+        for fqn, piece in zip(tensor_map.fqns, pieces, strict=True):
+            _part(parameters[fqn], tensor_map).copy_(piece)
     if model.spec.tied_embeddings and _HEAD in files.names:
         head = files.read(_HEAD).to(model.head_weight_VD)
         if not torch.equal(head, model.head_weight_VD):
@@ -162,14 +164,12 @@ def export_hf(
     out_dtype = dtype or parameters["embedding.weight"].dtype
 
     def make(name: str) -> Tensor:
-        stacked = torch.cat([parameters[fqn].detach().to("cpu", out_dtype) for fqn in maps[name].fqns])
+        parts = [_part(parameters[fqn].detach(), maps[name]) for fqn in maps[name].fqns]
+        stacked = torch.cat([part.to("cpu", out_dtype) for part in parts])
         return stacked.t() if maps[name].transpose else stacked
 
     def fill(part: Path) -> None:
-        sizes = {
-            name: sum(parameters[fqn].numel() for fqn in tensor_map.fqns) * out_dtype.itemsize
-            for name, tensor_map in maps.items()
-        }
+        sizes = {name: math.prod(maps[name].hf_shape(expected)) * out_dtype.itemsize for name in maps}
         write_tensors(part, sizes, make, max_shard_bytes)
         text = str(out_dtype).removeprefix("torch.")
         source = None if tokenizer_from is None else Path(tokenizer_from)
@@ -178,12 +178,20 @@ def export_hf(
     write_folder(Path(folder), fill, overwrite=overwrite)
 
 
+def _part(parameter: Tensor, tensor_map: TensorMap) -> Tensor:
+    """Return what of a parameter a tensor of the checkpoint holds: all of it, or one expert's matrix."""
+    return parameter if tensor_map.expert is None else parameter[tensor_map.expert]
+
+
 def _match_names(spec: ModelSpec, found: Set[str], folder: Path) -> dict[str, TensorMap]:
     """Return name in the files -> map, after comparing the names as sets; bare-model files lack the prefix."""
     prefix = FAMILIES[spec.family].prefix + "."
     bare = not any(name.startswith(prefix) for name in found)
     strip = prefix if bare else ""
     maps = {tensor_map.hf_name.removeprefix(strip): tensor_map for tensor_map in hf_names(spec)}
+    if spec.num_experts is not None:  # transformers >= 5 can also write a layer's experts as it holds them
+        stacked = {each.hf_name.removeprefix(strip): each for each in hf_names(spec, stacked_experts=True)}
+        maps = stacked if len(found & set(stacked)) > len(found & set(maps)) else maps
     extras = {name.removeprefix(strip) for name in hf_extras(spec)} | ({_HEAD} if spec.tied_embeddings else set())
     _check_sets(set(maps), found - extras, "the checkpoint's tensors are not those of its config.json", str(folder))
     skipped = sorted((found & extras) - {_HEAD})

@@ -31,8 +31,13 @@ def test_every_preset_survives_its_config_json(name: str) -> None:
     spec = PRESETS[name]
     assert spec_from_hf(json.loads(json.dumps(hf_from_spec(spec)))) == spec
     small = replace(spec, num_layers=12)
-    covered = [fqn for tensor_map in hf_names(small) for fqn in tensor_map.fqns]
-    assert sorted(covered) == sorted(small.parameter_shapes())
+    shapes = small.parameter_shapes()
+    covered = [(fqn, tensor_map.expert) for tensor_map in hf_names(small) for fqn in tensor_map.fqns]
+    assert len(set(covered)) == len(covered)
+    numbers = {fqn: range(shape[0]) if len(shape) == 3 else [None] for fqn, shape in shapes.items()}
+    assert set(covered) == {(fqn, number) for fqn in shapes for number in numbers[fqn]}
+    stacked = [fqn for tensor_map in hf_names(small, stacked_experts=True) for fqn in tensor_map.fqns]
+    assert sorted(stacked) == sorted(shapes)
 
 
 def test_br_244_names_are_exact_so_layers_1_and_11_do_not_mix() -> None:
