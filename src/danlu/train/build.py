@@ -19,7 +19,7 @@ from danlu.base.errors import UserError
 from danlu.checkpoint.convert import load_hf, load_hf_weights
 from danlu.checkpoint.hub import local_folder, resolve_model
 from danlu.checkpoint.store import Checkpoint
-from danlu.config.rules import micro_batch_size, size_overrides
+from danlu.config.rules import check_experts, micro_batch_size, size_overrides
 from danlu.config.schema import Config, ModelSection
 from danlu.data.dataset import PackedDataset, RowSource
 from danlu.data.loader import Loader
@@ -85,6 +85,7 @@ def plan_start(model: ModelSection, sources: Sequence[PackedDataset], held_out: 
                 seen=model.name,
                 hint="name an HF folder, a run folder, a GGUF file or a hub id",
             )
+    check_experts(model, spec.num_experts)
     changes = size_overrides(model)
     if model.init == "random" or weights is None:
         spec, weights = dataclasses.replace(spec, **_consistent(changes)), None

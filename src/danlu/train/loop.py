@@ -26,12 +26,14 @@ from danlu.base.host_memory import ask_for_huge_pages, keep_freed_memory
 from danlu.base.log import log, setup_log
 from danlu.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoints, load_tensors, open_checkpoint
 from danlu.config.load import to_toml
-from danlu.config.rules import check_config
+from danlu.config.rules import check_config, router_balance
 from danlu.config.schema import Config
 from danlu.data.batch import MicroBatch, StepBatch
 from danlu.data.dataset import RowSource
 from danlu.data.tokenizer import copy_tokenizer
+from danlu.model.router import RouterRecord
 from danlu.model.spec import ModelSpec
+from danlu.objective.balance import add_balance
 from danlu.objective.cross_entropy import Loss
 from danlu.parallel.mesh import World, open_world, sum_over
 from danlu.parallel.seed import set_seed
@@ -207,6 +209,7 @@ class _Run:
         self.model, self.wrapped = build.build_model(config, start, world)
         self.optimizer = build.build_optimizer_for(config, self.model)
         self.objective = build.build_objective(config)
+        self.router_balance = router_balance(config.model, self.spec.num_experts)
         sequence_length = max(source.sequence_length for source in sources)
         self.rates = build.build_rates(config, self.spec, sequence_length, world)
         self.total_steps = self._total_steps()
@@ -218,9 +221,10 @@ class _Run:
             asynchronous=config.checkpoint.async_save,
         )
         log.info(
-            "%s, %s parameters, %s on %d x %s; %d steps",
+            "%s, %s parameters%s, %s on %d x %s; %d steps",
             self.spec.family,
             f"{self.spec.num_parameters():,}",
+            "" if self.spec.num_experts is None else f" ({self.spec.num_active_parameters():,} a token)",
             str(self.model.compute_dtype).removeprefix("torch."),
             world.size,
             world.device.type,
@@ -372,8 +376,15 @@ class _Run:
 
     def _loss(self, model: nn.Module, batch: MicroBatch) -> Loss:
         batch = MicroBatch(*(tensor.to(self.world.device, non_blocking=True) for tensor in batch))
-        hidden_BSD = model(batch.tokens_BS, positions_BS=batch.positions_BS, document_ids_BS=batch.document_ids_BS)
-        return self.objective(hidden_BSD, self.model.head_weight_VD, batch)
+        routers = RouterRecord(batch.document_ids_BS) if self.router_balance else None
+        hidden_BSD = model(
+            batch.tokens_BS, positions_BS=batch.positions_BS, document_ids_BS=batch.document_ids_BS, routers=routers
+        )
+        loss = self.objective(hidden_BSD, self.model.head_weight_VD, batch)
+        if routers is None:
+            return loss
+        num_layers = self.spec.num_expert_layers
+        return add_balance(loss, routers, batch, coefficient=self.router_balance, num_layers=num_layers)
 
     def _log(
         self, result: StepResult, rate: float, writer: MetricsWriter, *, tokens: int, began: float, waited: float
