@@ -163,10 +163,7 @@ class ModelSpec:
             "vocab_size",
             "max_positions",
         ]
-        for name in sizes:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError("a model size must be a positive whole number", seen=f"{name} = {value!r}")
+        self._check_positive(*sizes)
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 "every key/value head must serve the same number of query heads",
@@ -181,6 +178,12 @@ class ModelSpec:
             raise UserError("the norm's epsilon must be positive", seen=f"norm_eps = {self.norm_eps}")
         if not self.rope_theta > 1:
             raise UserError("the rotary base must be above 1", seen=f"rope_theta = {self.rope_theta}")
+
+    def _check_positive(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserError("a model size must be a positive whole number", seen=f"{name} = {value!r}")
 
     def check_choices(self) -> None:
         """Raise `UserError` where two choices exclude each other, so that none is silently without effect."""
@@ -208,19 +211,18 @@ class ModelSpec:
             if left := left + ([] if self.normalize_top_k else ["normalize_top_k = False"]):
                 raise UserError("a model without experts has no sizes of experts", seen=", ".join(left))
             return
-        for name in ("num_experts", "experts_per_token", "expert_size"):
-            value = getattr(self, name)
-            if name == "expert_size" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError("a model size must be a positive whole number", seen=f"{name} = {value!r}")
+        self._check_positive(
+            "num_experts", "experts_per_token", *(["expert_size"] if self.expert_size is not None else [])
+        )
         if cast(int, self.experts_per_token) > self.num_experts:
             raise UserError(
                 "a token cannot be sent to more experts than there are",
                 seen=f"experts_per_token = {self.experts_per_token}, num_experts = {self.num_experts}",
             )
         if not self.gated_mlp or self.mlp_bias:
-            raise UserError("experts are gated and without bias", seen=f"{self.gated_mlp = }, {self.mlp_bias = }")
+            raise UserError(
+                "experts are gated and without bias", seen=f"gated_mlp = {self.gated_mlp}, mlp_bias = {self.mlp_bias}"
+            )
         dense = self.dense_layers or ()
         if any(not 0 <= layer < self.num_layers for layer in dense) or len(set(dense)) == self.num_layers:
             raise UserError(

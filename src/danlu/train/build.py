@@ -25,6 +25,7 @@ from danlu.data.dataset import PackedDataset, RowSource
 from danlu.data.loader import Loader
 from danlu.data.order import split_rows
 from danlu.model.decoder import Decoder
+from danlu.model.families import hf_from_spec
 from danlu.model.flops import train_flops_per_token
 from danlu.model.presets import PRESETS
 from danlu.model.spec import ModelSpec
@@ -89,6 +90,7 @@ def plan_start(model: ModelSection, sources: Sequence[PackedDataset], held_out: 
     changes = size_overrides(model)
     if model.init == "random" or weights is None:
         spec, weights = dataclasses.replace(spec, **_consistent(changes)), None
+        hf_from_spec(spec)  # sizes that no config.json of the family can say are refused before training, not after
     elif changes:
         raise UserError(
             "a pretrained model keeps its sizes",
