@@ -90,7 +90,8 @@ def plan_start(model: ModelSection, sources: Sequence[PackedDataset], held_out: 
     changes = size_overrides(model)
     if model.init == "random" or weights is None:
         spec, weights = dataclasses.replace(spec, **_consistent(changes)), None
-        hf_from_spec(spec)  # sizes that no config.json of the family can say are refused before training, not after
+        if changes:
+            hf_from_spec(spec)  # sizes that no config.json of the family can say are refused before training
     elif changes:
         raise UserError(
             "a pretrained model keeps its sizes",
