@@ -27,7 +27,10 @@ from danlu.data import shards
 from danlu.data.batch import MicroBatch, stack_rows, to_micro_batch
 from danlu.data.dataset import PackedDataset, Rows
 from danlu.model.decoder import Decoder
+from danlu.model.experts import MoE
 from danlu.model.presets import PRESETS
+from danlu.model.router import RouterRecord
+from danlu.objective.balance import add_balance
 from danlu.objective.cross_entropy import CrossEntropy, Loss
 from danlu.parallel.data import Reducer
 from danlu.train.optimizer import HybridOptimizer
@@ -45,6 +48,13 @@ T0 = (
 T0_SPEC = replace(
     PRESETS["tiny"], num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=64,
     vocab_size=VOCAB, max_positions=64, tied_embeddings=False,
+)  # fmt: skip
+MOE = (
+    *T0, 'model.name="tiny-moe"', "model.num_experts=4", "model.experts_per_token=2", "model.expert_size=24",
+)  # fmt: skip
+MOE_SPEC = replace(
+    PRESETS["tiny-moe"], num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=64,
+    vocab_size=VOCAB, max_positions=64, tied_embeddings=False, num_experts=4, experts_per_token=2, expert_size=24,
 )  # fmt: skip
 PLAIN = (
     'train.device="cpu"', "data.num_workers=0", "metrics.tensorboard=false", "metrics.progress=false",
@@ -181,6 +191,29 @@ def tiny_optimizer(model: nn.Module, **changes: Any) -> HybridOptimizer:
 def state_of(optimizer: HybridOptimizer) -> dict[str, torch.Tensor]:
     """Return the live state of an optimizer whose shards are whole parameters, by parameter and state name."""
     return {name: piece.boxes[0][1] for name, piece in optimizer.tensors().items()}
+
+
+def moe_model(seed: int = 0, **changes: Any) -> Decoder:
+    """Return T0 with experts (and ``changes`` to its spec) in training mode, its routers far from even."""
+    model = Decoder(replace(MOE_SPEC, **changes))
+    model.init_weights(seed)
+    with torch.no_grad():
+        for block in model.blocks:
+            if isinstance(block.mlp, MoE):
+                block.mlp.router.weight.mul_(5)
+    return model.train()
+
+
+def balanced_loss(model: nn.Module, batch: MicroBatch, *, coefficient: float = 0.5) -> Loss:
+    """Return the summed loss of one micro-batch with the balance loss, as the training loop computes it."""
+    decoder = getattr(model, "module", model)
+    routers = RouterRecord(batch.document_ids_BS)
+    hidden_BSD = model(
+        batch.tokens_BS, positions_BS=batch.positions_BS, document_ids_BS=batch.document_ids_BS, routers=routers
+    )
+    loss = CrossEntropy()(hidden_BSD, decoder.head_weight_VD, batch)
+    layers = decoder.spec.num_expert_layers
+    return add_balance(loss, routers, batch, coefficient=coefficient, num_layers=layers)
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -74,6 +74,14 @@ class ModelSection(Section):
     """Base of the rotary frequencies, instead of the named model's (random init only); small for short rows."""
     tied_embeddings: bool | None = None
     """Whether embedding and head share their weight, instead of the named model's choice (random init only)."""
+    num_experts: PositiveInt | None = None
+    """Experts E of a layer, instead of the named model's (random init only; models with experts only)."""
+    experts_per_token: PositiveInt | None = None
+    """Experts K that each token passes through, instead of the named model's (random init only)."""
+    expert_size: PositiveInt | None = None
+    """MLP width of one expert, instead of the named model's (random init only)."""
+    router_balance: Annotated[float, Field(ge=0.0)] | None = None
+    """Weight of the loss that spreads tokens over experts; unset: 0.001 for a model with experts; 0 leaves it out."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Residual dropout probability while training."""
 

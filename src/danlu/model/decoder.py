@@ -17,7 +17,8 @@ Initial values: normal with standard deviation s = sqrt(2 / (5 D)) (small init, 
 where a fixed 0.02 is too small for narrow models and too large for wide ones), and s / sqrt(2 * layers) for the two
 projections of a block that write into the residual stream (GPT-2, Radford et al. 2019, section 2.3), so that its
 variance does not grow with depth; biases 0, norms 1. Each parameter draws from its own CPU generator seeded by
-(seed, FQN): its values do not depend on device, order, world size or on which other parameters exist.
+(seed, FQN), each matrix of a stack of experts from (seed, FQN, number of the expert): its values do not depend on
+device, order, world size or on which other parameters exist.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ from torch import Tensor, nn
 from danlu.base.errors import UserError
 from danlu.model.attention import Attention, AttentionPlan, PlanAttention, plan_attention
 from danlu.model.cache import KVCache
+from danlu.model.experts import MoE
 from danlu.model.mlp import MLP
 from danlu.model.norm import LayerNorm, RMSNorm
 from danlu.model.rope import Rotation, rotation
+from danlu.model.router import RouterRecord
 from danlu.model.spec import ModelSpec
 
 
@@ -43,6 +46,9 @@ def _build_norm(spec: ModelSpec) -> nn.Module:
     if spec.norm == "rmsnorm":
         return RMSNorm(spec.hidden_size, spec.norm_eps)
     return LayerNorm(spec.hidden_size, spec.norm_eps, bias=spec.norm_bias)
+
+
+RESIDUAL_WRITERS = (".attention.output", ".mlp.down", ".mlp.experts.down")
 
 
 class Embedding(nn.Module):
@@ -65,13 +71,17 @@ class Block(nn.Module):
         self.attention_norm = _build_norm(spec)
         self.attention = Attention(spec, layer)
         self.mlp_norm = _build_norm(spec)
-        self.mlp = MLP(spec)
+        self.mlp = MoE(spec, layer) if spec.has_experts(layer) else MLP(spec)
         self.dropout = dropout
 
-    def forward(self, hidden_BSD: Tensor, plan: AttentionPlan, turn: Rotation | None) -> Tensor:
-        """Return the hidden states after this block, [B, S, D]."""
+    def forward(
+        self, hidden_BSD: Tensor, plan: AttentionPlan, turn: Rotation | None, routers: RouterRecord | None = None
+    ) -> Tensor:
+        """Return the hidden states after this block, [B, S, D]; a router writes what it did into ``routers``."""
         hidden_BSD = hidden_BSD + self._drop(self.attention(self.attention_norm(hidden_BSD), plan, turn))
-        return hidden_BSD + self._drop(self.mlp(self.mlp_norm(hidden_BSD)))
+        normed_BSD = self.mlp_norm(hidden_BSD)
+        branch_BSD = self.mlp(normed_BSD, routers) if isinstance(self.mlp, MoE) else self.mlp(normed_BSD)
+        return hidden_BSD + self._drop(branch_BSD)
 
     def _drop(self, branch_BSD: Tensor) -> Tensor:
         return F.dropout(branch_BSD, self.dropout, self.training) if self.dropout else branch_BSD
@@ -115,6 +125,7 @@ class Decoder(nn.Module):
         positions_BS: Tensor | None = None,
         document_ids_BS: Tensor | None = None,
         cache: KVCache | None = None,
+        routers: RouterRecord | None = None,
     ) -> Tensor:
         """Return hidden_BSD after the final norm, in ``compute_dtype``.
 
@@ -124,6 +135,7 @@ class Decoder(nn.Module):
             document_ids_BS: tokens see only tokens with their own id; -1 is padding. None is one document a row.
             cache: keys and values of earlier tokens; needs ``positions_BS`` (a token's slot is its position) and
                 excludes ``document_ids_BS``.
+            routers: is filled with what the routers did with these tokens, for the balance loss; None leaves it out.
 
         Raises:
             UserError: more tokens a row than the model has positions for.
@@ -138,7 +150,7 @@ class Decoder(nn.Module):
             hidden_BSD = F.dropout(hidden_BSD, self.dropout, self.training)
         turn = self._rotation(plan) if self.spec.positions == "rope" else None
         for block in self.blocks:
-            hidden_BSD = block(hidden_BSD, plan, turn)
+            hidden_BSD = block(hidden_BSD, plan, turn, routers)
         final_BSD: Tensor = self.final_norm(hidden_BSD)
         return final_BSD
 
@@ -169,14 +181,19 @@ class Decoder(nn.Module):
 
 
 def initial_value(spec: ModelSpec, name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """Return what the parameter ``name`` of a whole model starts as, fp32 on the CPU, [shape]."""
+    """Return what the parameter ``name`` of a whole model starts as, fp32 on the CPU, [shape].
+
+    Expert e of a stacked matrix ``name`` is drawn as if it were the parameter ``name.e``.
+    """
     module, _, leaf = name.rpartition(".")
     if leaf == "bias":
         return torch.zeros(*shape)
     if len(shape) == 1:
         return torch.ones(*shape)
+    if len(shape) == 3:
+        return torch.stack([initial_value(spec, f"{name}.{expert}", shape[1:], seed) for expert in range(shape[0])])
     std = math.sqrt(2 / (5 * spec.hidden_size))
-    if module.endswith((".attention.output", ".mlp.down")):
+    if module.removesuffix(".weight").endswith(RESIDUAL_WRITERS):
         std /= math.sqrt(2 * spec.num_layers)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,19 @@ from danlu.base.layout import Degrees, check_tensor
 from danlu.checkpoint.convert import fill_from_hf, load_hf
 from danlu.checkpoint.hub import local_folder, resolve_model
 from danlu.checkpoint.store import Checkpoint
-from danlu.config.rules import micro_batch_size, size_overrides
+from danlu.config.rules import check_experts, micro_batch_size, router_balance, size_overrides
 from danlu.config.schema import Config, ModelSection
 from danlu.data.batch import MicroBatch, pad_length
 from danlu.data.dataset import PackedDataset, RowSource
 from danlu.data.loader import Loader
 from danlu.data.order import split_rows
 from danlu.model.decoder import Decoder, initial_value
+from danlu.model.families import hf_from_spec
 from danlu.model.flops import train_flops_per_token
 from danlu.model.presets import PRESETS
 from danlu.model.spec import ModelSpec
 from danlu.objective.cross_entropy import CrossEntropy, Objective, VocabularyShard
-from danlu.parallel.context import apply_context, check_context, row_multiple, split_batch
+from danlu.parallel.context import apply_context, check_context, join_routers, row_multiple, split_batch
 from danlu.parallel.data import Reducer, ReplicaReducer, check_replicas
 from danlu.parallel.mesh import World
 from danlu.parallel.placement import Block, Piece
@@ -52,7 +54,8 @@ class Start:
 
 def check_layout(config: Config, spec: ModelSpec, degrees: Degrees, sequence_length: int) -> None:
     """Raise `UserError` where this model, or its rows, cannot be laid out so."""
-    check_tensor(degrees.tp, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, mlp_size=spec.mlp_size)
+    for width in {spec.mlp_size, spec.expert_width if spec.num_experts else spec.mlp_size}:
+        check_tensor(degrees.tp, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, mlp_size=width)
     if degrees.cp > 1:
         heads = (spec.num_heads // degrees.tp, max(1, spec.num_kv_heads // degrees.tp))
         check_context(config.parallel.cp_method, degrees.cp, *heads)
@@ -115,9 +118,12 @@ def plan_start(model: ModelSection, sources: Sequence[PackedDataset], held_out: 
                 seen=model.name,
                 hint="name an HF folder, a run folder, a GGUF file or a hub id",
             )
+    check_experts(model, spec.num_experts)
     changes = size_overrides(model)
     if model.init == "random" or weights is None:
         spec, weights = dataclasses.replace(spec, **_consistent(changes)), None
+        if changes:
+            hf_from_spec(spec)  # sizes that no config.json of the family can say are refused before training
     elif changes:
         raise UserError(
             "a pretrained model keeps its sizes",
@@ -248,7 +254,11 @@ def build_forward(config: Config, built: Built, objective: Objective, world: Wor
     def lay_out(batch: MicroBatch) -> MicroBatch:
         return split_batch(batch, place, size, method, tokens) if size > 1 else pad_length(batch, tokens)
 
-    return Forward(built.model, objective, device=world.device, lay_out=lay_out)
+    balance = router_balance(config.model, built.model.spec.num_experts)
+    join = partial(join_routers, group=world.axis_group("cp")) if size > 1 else (lambda _: None)
+    return Forward(
+        built.model, objective, device=world.device, lay_out=lay_out, router_balance=balance, join_routers=join
+    )
 
 
 def build_optimizer(config: Config, built: Built, world: World) -> HybridOptimizer:

@@ -102,8 +102,7 @@ def check_export(folder: Path, dtype: torch.dtype) -> None:
         raise RunError("the exported tensors are not those of the model", where=str(folder), seen=different[:8])
     for name, tensor_map in maps.items():
         tensor = files.read(name)
-        expected = (sum(tensor_map.rows), *shapes[tensor_map.fqns[0]][1:])
-        shape = tuple(tensor.t().shape if tensor_map.transpose else tensor.shape)
+        expected, shape = tensor_map.hf_shape(shapes), tuple(tensor.shape)
         if shape != expected or tensor.dtype != dtype:
             raise RunError(
                 f"the exported tensor {name} is wrong",

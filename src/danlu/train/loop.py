@@ -220,9 +220,10 @@ class _Run:
             asynchronous=config.checkpoint.async_save,
         )
         log.info(
-            "%s, %s parameters, %s on %d x %s (%s); %d steps",
+            "%s, %s parameters%s, %s on %d x %s (%s); %d steps",
             self.spec.family,
             f"{self.spec.num_parameters():,}",
+            "" if self.spec.num_experts is None else f" ({self.spec.num_active_parameters():,} a token)",
             str(self.built.model.compute_dtype).removeprefix("torch."),
             world.size,
             world.device.type,

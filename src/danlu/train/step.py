@@ -21,6 +21,8 @@ from torch import Tensor
 from danlu.base.errors import RunError
 from danlu.data.batch import IGNORE, MicroBatch
 from danlu.model.decoder import Decoder
+from danlu.model.router import RouterRecord
+from danlu.objective.balance import add_balance
 from danlu.objective.cross_entropy import Loss, Objective
 from danlu.parallel.data import Reducer
 from danlu.parallel.mesh import World, sum_over
@@ -57,6 +59,8 @@ class Forward:
         *,
         device: torch.device,
         lay_out: Callable[[MicroBatch], MicroBatch] = lambda batch: batch,
+        router_balance: float = 0.0,
+        join_routers: Callable[[RouterRecord], None] = lambda _: None,
     ) -> None:
         """Bind what stays the same.
 
@@ -65,15 +69,27 @@ class Forward:
             objective: gives the summed loss; it owns the head.
             device: where the model is.
             lay_out: cuts or pads a micro-batch for this rank.
+            router_balance: coefficient of the routers' balance loss in training; 0 leaves it out.
+            join_routers: makes a record of this rank's parts of rows one of whole rows.
         """
         self.model, self.objective, self.device, self.lay_out = model, objective, device, lay_out
+        self.router_balance, self.join_routers = router_balance, join_routers
 
     def __call__(self, batch: MicroBatch) -> Loss:
         """Return the loss of one micro-batch (host tensors), summed over its target tokens."""
         batch = self.lay_out(batch)
         moved = MicroBatch(*(tensor.to(self.device, non_blocking=True) for tensor in batch))
-        hidden_BSD = self.model(moved.tokens_BS, positions_BS=moved.positions_BS, document_ids_BS=moved.document_ids_BS)
-        return self.objective(hidden_BSD, self.model.head_weight_VD, moved)
+        balanced = self.router_balance and self.model.training
+        routers = RouterRecord(moved.document_ids_BS) if balanced else None
+        hidden_BSD = self.model(
+            moved.tokens_BS, positions_BS=moved.positions_BS, document_ids_BS=moved.document_ids_BS, routers=routers
+        )
+        loss = self.objective(hidden_BSD, self.model.head_weight_VD, moved)
+        if routers is None:
+            return loss
+        self.join_routers(routers)
+        num_layers = self.model.spec.num_expert_layers
+        return add_balance(loss, routers, moved, coefficient=self.router_balance, num_layers=num_layers)
 
 
 def forward_backward(
