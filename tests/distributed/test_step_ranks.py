@@ -54,7 +54,7 @@ def one_step(model: Decoder, batches: list[MicroBatch], targets: int, world: Wor
 
 
 def replicas(model: nn.Module, world: World) -> ReplicaReducer:
-    return ReplicaReducer(list(model.named_parameters()), world.group, bucket_cap_mb=0.01)
+    return ReplicaReducer({0: list(model.named_parameters())}, world.group, bucket_cap_mb=0.01)
 
 
 def check_against_one(pool: RankPool, rows: list[list[list[Document]]], **changes: Any) -> float:

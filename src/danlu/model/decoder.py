@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -87,36 +88,74 @@ class Block(nn.Module):
         return F.dropout(branch_BSD, self.dropout, self.training) if self.dropout else branch_BSD
 
 
+class Blocks(nn.Module):
+    """Blocks under their numbers in the whole model, so that a part of it has the whole one's names."""
+
+    def __init__(self, blocks: Mapping[int, Block]) -> None:
+        super().__init__()
+        for layer, block in blocks.items():
+            self.add_module(str(layer), block)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(cast(dict[str, Block], self._modules).values())
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __getitem__(self, layer: int) -> Block:
+        return cast(Block, self._modules[str(layer)])
+
+
 class Decoder(nn.Module):
-    """A decoder-only language model without its head.
+    """A decoder-only language model without its head, or consecutive layers of one (a pipeline stage).
 
     Args:
-        spec: sizes and choices.
+        spec: sizes and choices of the whole model.
         compute_dtype: dtype of the activations and of every matrix product.
         dropout: probability on the embedding and on each residual branch, in training mode only.
+        layers: the blocks that are here; None is all. With the first come the embeddings, with the last the final norm
+            and the head (and where embeddings are tied, a copy of the table).
 
     Attributes:
         plan_attention: makes the plan of each forward pass; what spreads rows over ranks replaces it.
+        borrowed_head: what has the head's weight where another stage on the same rank owns it, in a tuple so that it is
+            no module of this one.
 
     Parameters are allocated on the current default device and uninitialised: call `init_weights` or load a checkpoint.
     Under ``torch.device("meta")`` nothing is allocated; ``to_empty`` then `init_weights` gives the same values.
     """
 
-    def __init__(self, spec: ModelSpec, *, compute_dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        compute_dtype: torch.dtype = torch.float32,
+        dropout: float = 0.0,
+        layers: range | None = None,
+    ) -> None:
         super().__init__()
+        layers = range(spec.num_layers) if layers is None else layers
+        self.is_first, self.is_last = 0 in layers, spec.num_layers - 1 in layers
         self.spec, self.compute_dtype, self.dropout = spec, compute_dtype, dropout
         self.plan_attention: PlanAttention = plan_attention
-        self.embedding = Embedding(spec.vocab_size, spec.hidden_size)
-        learned = spec.positions == "learned"
+        table = self.is_first or (self.is_last and spec.tied_embeddings)
+        learned = self.is_first and spec.positions == "learned"
+        self.embedding = Embedding(spec.vocab_size, spec.hidden_size) if table else None
         self.position_embedding = Embedding(spec.max_positions, spec.hidden_size) if learned else None
-        self.blocks = nn.ModuleList(Block(spec, layer, dropout) for layer in range(spec.num_layers))
-        self.final_norm = _build_norm(spec)
-        self.head = None if spec.tied_embeddings else Embedding(spec.vocab_size, spec.hidden_size)
+        self.blocks = Blocks({layer: Block(spec, layer, dropout) for layer in layers})
+        self.final_norm = _build_norm(spec) if self.is_last else None
+        self.head = Embedding(spec.vocab_size, spec.hidden_size) if self.is_last and not spec.tied_embeddings else None
+        self.borrowed_head: tuple[Embedding, ...] = ()
 
     @property
     def head_weight_VD(self) -> nn.Parameter:
-        """The output head [V, D]: the embedding itself where the spec ties them."""
-        return self.embedding.weight if self.head is None else self.head.weight
+        """The output head [V, D]: the embedding itself where the spec ties them. Only the last layers have one."""
+        holder = self.head or self.embedding or self.borrowed_head[0]
+        return holder.weight
+
+    def borrow_head(self, embedding: Embedding) -> None:
+        """Take a tied head's weight from ``embedding``, which another part of the model on this rank owns."""
+        self.embedding, self.borrowed_head = None, (embedding,)
 
     def forward(
         self,
@@ -126,8 +165,9 @@ class Decoder(nn.Module):
         document_ids_BS: Tensor | None = None,
         cache: KVCache | None = None,
         routers: RouterRecord | None = None,
+        hidden_BSD: Tensor | None = None,
     ) -> Tensor:
-        """Return hidden_BSD after the final norm, in ``compute_dtype``.
+        """Return hidden_BSD after the final norm (after the last block here, for a part), in ``compute_dtype``.
 
         Args:
             tokens_BS: token ids, int64.
@@ -136,23 +176,27 @@ class Decoder(nn.Module):
             cache: keys and values of earlier tokens; needs ``positions_BS`` (a token's slot is its position) and
                 excludes ``document_ids_BS``.
             routers: is filled with what the routers did with these tokens, for the balance loss; None leaves it out.
+            hidden_BSD: what the layers before these gave; for parts that do not begin with the first.
 
         Raises:
             UserError: more tokens a row than the model has positions for.
         """
         self.check_length(tokens_BS.shape[1] + (0 if cache is None else cache.num_filled))
         plan = self.plan_attention(tokens_BS, positions_BS, document_ids_BS, cache)
+        if hidden_BSD is None:
+            hidden_BSD = self._embed(tokens_BS, plan)
+        turn = self._rotation(plan) if self.spec.positions == "rope" else None
+        for block in self.blocks:
+            hidden_BSD = block(hidden_BSD, plan, turn, routers)
+        return hidden_BSD if self.final_norm is None else self.final_norm(hidden_BSD)
+
+    def _embed(self, tokens_BS: Tensor, plan: AttentionPlan) -> Tensor:
+        assert self.embedding is not None, "only the part with the first layer can begin with tokens"
         hidden_BSD = self.embedding(tokens_BS)
         if self.position_embedding is not None:
             hidden_BSD = hidden_BSD + self.position_embedding(plan.positions_BS)
         hidden_BSD = hidden_BSD.to(self.compute_dtype)
-        if self.dropout:
-            hidden_BSD = F.dropout(hidden_BSD, self.dropout, self.training)
-        turn = self._rotation(plan) if self.spec.positions == "rope" else None
-        for block in self.blocks:
-            hidden_BSD = block(hidden_BSD, plan, turn, routers)
-        final_BSD: Tensor = self.final_norm(hidden_BSD)
-        return final_BSD
+        return F.dropout(hidden_BSD, self.dropout, self.training) if self.dropout else hidden_BSD
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

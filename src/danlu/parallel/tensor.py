@@ -27,7 +27,7 @@ The model is on meta or materialised; parameters are replaced by local ones, uni
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -144,7 +144,7 @@ class RowLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [B, S, out] (S / tp under sp) for ``x`` [B, S, in / tp]."""
-        y = self.region.leave(F.linear(x, self.weight.to(x.dtype)))
+        y = self.region.leave(self.product(x))
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
@@ -220,17 +220,18 @@ def apply_tensor(model: Decoder, group: dist.ProcessGroup, *, sp: bool) -> dict[
         return {name: Block.of(parameter.shape) for name, parameter in model.named_parameters()}
     whole = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     region = Region(group, sp=sp)
-    with torch.device(model.embedding.weight.device):
+    with torch.device(next(model.parameters()).device):
         for block in model.blocks:
-            _split_block(cast(DecoderBlock, block), region)
+            _split_block(block, region)
         rows = -(-model.spec.vocab_size // region.size)
-        model.embedding = VocabularyEmbedding(rows, model.spec.hidden_size, region)
+        if model.embedding is not None:
+            model.embedding = VocabularyEmbedding(rows, model.spec.hidden_size, region)
         if model.head is not None:
             model.head = Embedding(rows, model.spec.hidden_size)
     if sp and model.position_embedding is not None:
         model.position_embedding.register_forward_pre_hook(_own_tokens(region))
-    # a copy and no view: FSDP2 hangs its hooks on what its modules return
-    model.final_norm.register_forward_hook(lambda _module, _args, y: region.enter(y) if sp else region.enter(y).clone())
+    if model.final_norm is not None:  # a copy and no view: FSDP2 hangs its hooks on what its modules return
+        model.final_norm.register_forward_hook(lambda _m, _args, y: region.enter(y) if sp else region.enter(y).clone())
     parameters = dict(model.named_parameters())
     return {name: _place(shape, parameters[name], region, model.spec.num_kv_heads) for name, shape in whole.items()}
 

@@ -205,7 +205,7 @@ def build_model(config: Config, start: Start, world: World) -> Built:
     reducer: Reducer | None = None
     if parallel.zero == 3:  # while still on meta: no rank ever holds the whole
         reducer = FullShardReducer(
-            model, shard_group, copies, reshard_after_forward=parallel.reshard_after_forward,
+            {0: model}, shard_group, copies, reshard_after_forward=parallel.reshard_after_forward,
             prefetch=parallel.prefetch, device=world.device,
         )  # fmt: skip
     else:
@@ -231,9 +231,9 @@ def _fill(pieces: Mapping[str, Piece], start: Start, world: World, seed: int) ->
 
 
 def _build_reducer(model: Decoder, config: Config, world: World) -> Reducer:
-    named, cap = list(model.named_parameters()), config.parallel.bucket_cap_mb
+    named, cap = {0: list(model.named_parameters())}, config.parallel.bucket_cap_mb
     if world.reduce_group.size() == 1:
-        return Reducer(named)
+        return Reducer(named[0])
     if config.parallel.zero == 0 or world.shard_group.size() == 1:
         return ReplicaReducer(named, world.reduce_group, bucket_cap_mb=cap)
     kind = ShardedReducer if config.parallel.zero == 1 else ShardedGradientReducer
