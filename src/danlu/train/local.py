@@ -10,6 +10,7 @@ agent's own handlers would give them thirty seconds, kill what is still saving, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -67,8 +68,12 @@ def run_local_ranks(words: Sequence[str], *, nproc: int) -> JobResult:
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(number).name)
-        for rank in psutil.Process().children():
-            rank.send_signal(number)
+        ranks = psutil.Process().children()
+        if not ranks:  # none is there yet that could end by itself
+            raise SignalException("before the ranks started", sigval=signal.Signals(number))
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.send_signal(number)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     code = 0
@@ -79,8 +84,12 @@ def run_local_ranks(words: Sequence[str], *, nproc: int) -> JobResult:
         code = 1
     except ChildFailedError as error:
         rank, failure = find_cause(error.failures)
-        print_error(f"rank {rank} failed first (exit code {failure.exitcode}):\n{failure.message}")
         code = 2 if failure.exitcode == 2 else 1
+        number = signal.Signals[received[-1]] if received else 0
+        if number and failure.exitcode in (-number, 128 + number):
+            print_error(f"ended by {received[-1]} before the ranks had saved")
+        else:
+            print_error(f"rank {rank} failed first (exit code {failure.exitcode}):\n{failure.message}")
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -112,6 +121,8 @@ def run_as_rank(work: Callable[[], None]) -> None:
     """
     try:
         work()
+    except KeyboardInterrupt:  # the launcher knows why, and says it once
+        os._exit(130)
     except BaseException as error:
         cause = str(error) if isinstance(error, DanluError) else "".join(traceback.format_exception(error))
         if path := env.get("TORCHELASTIC_ERROR_FILE"):
