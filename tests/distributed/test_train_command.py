@@ -115,7 +115,7 @@ def test_a_signal_saves_and_exits_with_0(
 
 @pytest.mark.slow
 def test_a_signal_before_the_ranks_can_save_ends_the_job(tmp_path: Path, tiny_rows: Path) -> None:
-    """SIGTERM while the ranks are still starting: the job ends and says by what, it is neither ignored nor a success."""
+    """SIGTERM while the ranks are still starting: the job ends and says by what, and is no success."""
     config = write_config(tiny_rows, tmp_path / "run", *ENDLESS)
     with danlu("train", str(config), "--nproc", "2") as process:
         end = time.monotonic() + 60

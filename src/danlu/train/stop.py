@@ -13,7 +13,6 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-
 _SAME_SIGNAL_SECONDS = 1.0
 
 
