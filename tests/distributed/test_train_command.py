@@ -199,3 +199,35 @@ def test_wrong_input_exits_with_2_before_any_rank_starts(tmp_path: Path, tiny_ro
     assert "Traceback" not in err
     assert out == ""
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_what_all_ranks_find_wrong_is_said_once(tmp_path: Path) -> None:
+    """Rows longer than the model's positions, on two ranks: one message in the normal form, exit 2, no run folder."""
+    data = write_rows(tmp_path / "data", random_rows(8, seed=0), sequence_length=80)
+    config = write_config(data, tmp_path / "run", "train.steps=3")
+    with danlu("train", str(config), "--nproc", "2") as process:
+        out, err = process.communicate(timeout=90)
+    assert process.returncode == 2, err
+    assert err.startswith(f"error: {data}: the rows are longer than the model's positions\n")
+    assert err.count("the rows are longer") == 1
+    assert "[rank" not in err
+    assert out == ""
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_two_jobs_into_one_folder(tmp_path: Path, tiny_rows: Path) -> None:
+    """The second of two 2-rank jobs is refused with exit 2; the first goes on and saves."""
+    config = write_config(tiny_rows, tmp_path / "run", *ENDLESS)
+    with danlu("train", str(config), "--nproc", "2") as first:
+        wait_for_steps(first, tmp_path / "run", 2)
+        with danlu("train", str(config), "--nproc", "2") as second:
+            _, err = second.communicate(timeout=90)
+        assert second.returncode == 2, err
+        assert err.startswith(f"error: {tmp_path / 'run'}: another run is writing into this folder")
+        assert err.count("another run") == 1
+        first.send_signal(signal.SIGTERM)
+        _, err = first.communicate(timeout=60)
+    assert first.returncode == 0, err
+    assert find_checkpoints(tmp_path / "run" / "checkpoints")

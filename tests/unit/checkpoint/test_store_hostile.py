@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from danlu.base.errors import UserError
 from danlu.checkpoint.store import Checkpoint, CheckpointStore, load_tensors, open_checkpoint, tensor_names
 from danlu.parallel.mesh import open_world
-from danlu.train.loop import find_resume
+from danlu.train.run_folder import find_resume
 
 
 @pytest.fixture
