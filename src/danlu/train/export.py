@@ -34,6 +34,7 @@ def export(
     checkpoint: int | None = None,
     verify: bool = True,
     overwrite: bool = False,
+    how_to_overwrite: str = "overwrite=True",
 ) -> dict[str, Any]:
     """Write a model as a folder that ``transformers`` loads with equal logits, with tokenizer and generation config.
 
@@ -44,6 +45,7 @@ def export(
         checkpoint: step of a run's checkpoint; None takes the newest.
         verify: open the folder with ``transformers`` and compare logits (`danlu.checkpoint.verify`).
         overwrite: replace a folder that is not empty.
+        how_to_overwrite: what an error tells the caller to say for that.
 
     Returns:
         ``folder, step, dtype, parameters, bytes, files, logits_difference`` (None where it was not verified).
@@ -56,7 +58,9 @@ def export(
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     if not overwrite and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError("the output folder is not empty", where=str(folder), hint="choose another one, or --overwrite")
+        raise UserError(
+            "the output folder is not empty", where=str(folder), hint=f"choose another one, or {how_to_overwrite}"
+        )
     opened = load_model(model, checkpoint=checkpoint, device="cpu")
     _check_range(opened.model, dtype)
     difference: float | None = None

@@ -111,8 +111,12 @@ def test_a_full_folder_is_left_alone(learned_run: Path, tmp_path: Path) -> None:
     """Nothing is replaced without being told to, and then it is replaced as a whole."""
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "mine.txt").write_text("precious")
-    with pytest.raises(UserError, match="not empty"):
+    from danlu.cli import export as command
+
+    with pytest.raises(UserError, match=r"(?s)not empty.*hint:.*or overwrite=True$"):
         export(learned_run, tmp_path / "hf")
+    with pytest.raises(UserError, match=r"(?s)not empty.*hint:.*or --overwrite$"):
+        command.command(str(learned_run), tmp_path / "hf")
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["mine.txt"]
     export(learned_run, tmp_path / "hf", overwrite=True, verify=False)
     assert not (tmp_path / "hf" / "mine.txt").exists()
