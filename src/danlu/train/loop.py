@@ -110,12 +110,15 @@ def check_same_run(checkpoint: Checkpoint, config: Config, start: build.Start, s
     """Refuse to continue with another model, seed or data: the loss would go on without a word, and mean nothing."""
     before = checkpoint.record["identity"]
     for name, value in identity(config, start.spec, sources).items():
-        if before.get(name) != value:
+        if (old := before.get(name)) != value:
+            if isinstance(value, dict) and isinstance(old, dict):  # of a whole model, what differs
+                changed = [key for key in value if old.get(key) != value[key]]
+                value, old = ({key: side.get(key) for key in changed} for side in (value, old))
             raise UserError(
                 f"cannot resume: {name} is not what the checkpoint was trained with",
                 where=str(checkpoint.folder),
                 seen=value if name != "data" else "other rows or another tokenizer",
-                legal=str(before.get(name)) if name != "data" else None,
+                legal=str(old) if name != "data" else None,
                 hint="restore the old value, or start a new run from this one's weights with model.name = RUN_FOLDER",
             )
 
@@ -233,6 +236,8 @@ class _Run:
             set_seed(self.config.train.seed, data_rank=self.world.data_rank, step=self.step)
             log.info("another world than the checkpoint's: the random states of its ranks are drawn anew")
         log.info("resumed from %s: step %d of %d", checkpoint.folder, self.step, self.total_steps)
+        if self.step >= self.total_steps and self.world.rank == 0:
+            log.warning("nothing is left to train; for more steps raise train.steps or train.epochs")
 
     def save(self) -> None:
         """Save the state as it is now."""

@@ -266,6 +266,14 @@ def test_how_answers_were_compared_is_said(tmp_path):
     assert "300 / 200" in score_table(tmp_path)
 
 
+def test_a_folder_that_cannot_be_written_is_said(tmp_path, monkeypatch):
+    """A run of somebody else's: an error that names the folder, no traceback."""
+    write_run(tmp_path)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(UserError, match="report: no files can be made in the folder"):
+        write_report(tmp_path)
+
+
 def test_a_report_replaces_the_older_one(tmp_path):
     """Writing twice leaves one page that shows the newer state, and no temporary file."""
     write_run(tmp_path, steps=8)
