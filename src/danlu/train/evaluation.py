@@ -125,7 +125,8 @@ def check_same_tokens(opened: TrainedModel, sources: Sequence[PackedDataset]) ->
                 "the rows are longer than the model's positions",
                 where=str(source.folder),
                 seen=f"{int(source.index['num_tokens'].max())} tokens",
-                legal=f"<= {opened.max_tokens}",
+                legal=f"at most {opened.max_tokens}",
+                hint=f"build the data with sequence_length = {opened.max_tokens}",
             )
         if opened.tokenizer_folder is not None and source.manifest["tokenizer_hash"] != opened.tokenizer.hash:
             log.warning(
