@@ -9,8 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import subprocess
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -230,3 +233,29 @@ def documents_of(folder: Path) -> list[list[int]]:
         for document in range(int(rows.document_ids_BS.max()) + 1):
             found.append(rows.tokens_BS[rows.document_ids_BS == document].tolist())
     return found
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from danlu.base.folders import lock_folder
+with lock_folder(Path(sys.argv[1]), what="held"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def held_elsewhere(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Hold the lock of ``folder`` in another process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()

@@ -15,7 +15,7 @@ No q/k permutation happens in either direction: the decoder turns the same pairs
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import overload
@@ -133,6 +133,7 @@ def save_hf(
     eos_id: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
+    check: Callable[[Path], None] | None = None,
 ) -> None:
     """Write ``model`` as an HF folder that transformers loads with equal logits.
 
@@ -144,13 +145,14 @@ def save_hf(
         eos_id: end-of-sequence id of the template the model was trained with; None takes the tokenizer's.
         max_shard_bytes: limit of one file (a larger single tensor gets its own).
         overwrite: replace an existing folder.
+        check: looks at the finished files before they take their place; where it raises, they never do.
 
     Raises:
         UserError: the folder exists, or the model's parameters are not exactly those of its family.
     """
     export_hf(
         model.spec, dict(model.named_parameters()), folder, tokenizer_from=tokenizer_from, dtype=dtype, eos_id=eos_id,
-        max_shard_bytes=max_shard_bytes, overwrite=overwrite,
+        max_shard_bytes=max_shard_bytes, overwrite=overwrite, check=check,
     )  # fmt: skip
 
 
@@ -165,6 +167,7 @@ def export_hf(
     eos_id: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
+    check: Callable[[Path], None] | None = None,
 ) -> None:
     """Write ``parameters`` (FQN -> tensor, from a model or a run checkpoint) as an HF folder; see `save_hf`."""
     expected = spec.parameter_shapes()
@@ -188,6 +191,8 @@ def export_hf(
         text = str(out_dtype).removeprefix("torch.")
         source = None if tokenizer_from is None else Path(tokenizer_from)
         write_sidecars(part, {**config, "dtype": text, "torch_dtype": text}, source, eos_id)
+        if check is not None:
+            check(part)
 
     write_folder(Path(folder), fill, overwrite=overwrite)
 
