@@ -128,6 +128,9 @@ def check_effect(config: Config) -> None:
     parallel = config.parallel
     if parallel.tp == 1:
         idle["parallel.sp"] = "it is about tensor parallelism, and parallel.tp = 1"
+    if parallel.pp == 1:
+        why = "it is about pipeline parallelism, and parallel.pp = 1"
+        idle |= dict.fromkeys(("parallel.pp_schedule", "parallel.pp_virtual", "parallel.pp_split"), why)
     if parallel.cp == 1:
         idle["parallel.cp_method"] = "it is about context parallelism, and parallel.cp = 1"
     if parallel.zero != 3:
@@ -155,7 +158,7 @@ def solve_layout(config: Config, world_size: int) -> Degrees:
     """
     parallel = config.parallel
     wanted = {
-        "pp": 1, "dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard, "cp": parallel.cp,
+        "pp": parallel.pp, "dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard, "cp": parallel.cp,
         "tp": parallel.tp,
     }  # fmt: skip
     degrees = solve_degrees(wanted, world_size=world_size, zero=parallel.zero)

@@ -167,10 +167,20 @@ class ParallelSection(Section):
     """Ranks that split what a copy holds, as far as `zero` says; -1: what is left. Unset: what is left with `zero`."""
     zero: Literal[0, 1, 2, 3] = 0
     """What `dp_shard` and `cp` ranks split (arXiv 1910.02054): 1 optimizer state, 2 + gradients, 3 + parameters."""
-    reshard_after_forward: bool = True
-    """`zero = 3`: free a block's whole parameters after its forward pass and gather them again for the backward."""
+    reshard_after_forward: bool | None = None
+    """`zero = 3`: free a block's parameters between its forward and backward pass; unset: where there is no `pp`."""
     prefetch: NonNegativeInt = 1
     """`zero = 3`: blocks that are gathered ahead of the one at work."""
+    pp: Degree = 1
+    """Ranks that hold consecutive layers (pipeline parallelism); -1: what is left."""
+    pp_schedule: Literal[
+        "gpipe", "1f1b", "interleaved", "looped_bfs", "zero_bubble", "interleaved_zero_bubble", "zbv", "dualpipev"
+    ] = "1f1b"
+    """With `pp`: the order of forward and backward passes; `danlu plan schedule` draws them."""
+    pp_virtual: PositiveInt | None = None
+    """With `pp`: stages that each rank holds; unset: the fewest that the schedule takes."""
+    pp_split: tuple[PositiveInt, ...] | None = None
+    """With `pp`: blocks of each stage, first stage first; unset: so that the slowest stage is fastest."""
     tp: Degree = 1
     """Ranks that split every matrix (tensor parallelism, arXiv 1909.08053); -1: what is left."""
     sp: bool = True

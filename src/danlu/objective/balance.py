@@ -41,8 +41,10 @@ def balance_loss(routers: RouterRecord, targets_B: torch.Tensor, *, num_layers: 
     return total / num_layers
 
 
-def add_balance(loss: Loss, routers: RouterRecord, batch: MicroBatch, *, coefficient: float, num_layers: int) -> Loss:
-    """Return ``loss`` with ``coefficient`` times the balance loss in its total.
+def add_balance(
+    loss: Loss | None, routers: RouterRecord, batch: MicroBatch, *, coefficient: float, num_layers: int
+) -> Loss:
+    """Return ``loss`` (None on a pipeline stage without the head) with ``coefficient`` times the balance loss added.
 
     Its parts tell the two apart: ``loss_balance`` is the balance loss before the coefficient, ``loss_ce`` what the
     objective gave alone, unless it named its own parts.
@@ -53,5 +55,7 @@ def add_balance(loss: Loss, routers: RouterRecord, batch: MicroBatch, *, coeffic
     if not routers.layers:
         raise RunError("the routers left no record of this forward pass", hint="this is a fault of danlu; report it")
     balance = balance_loss(routers, (batch.labels_BS != IGNORE).sum(1), num_layers=num_layers)
+    if loss is None:
+        return Loss(coefficient * balance, {"loss_balance": balance})
     parts = {**(loss.parts or {"loss_ce": loss.total}), "loss_balance": balance}
     return Loss(loss.total + coefficient * balance, parts)

@@ -239,22 +239,22 @@ class ReplicaReducer(BucketReducer):
             flat.zero_()
 
 
-def parameter_hash(model: nn.Module) -> str:
+def parameter_hash(parameters: Named) -> str:
     """Return a hash of all parameters' names, shapes and bytes."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
 @torch.no_grad()
-def check_replicas(model: nn.Module, group: dist.ProcessGroup) -> bool:
+def check_replicas(parameters: Named, group: dist.ProcessGroup) -> bool:
     """Warn where the replicas differ before training, and take those of the group's first rank.
 
     Replicas that start apart stay apart without a word in frameworks that skip this, and only train worse.
     """
-    mine = parameter_hash(model)
+    mine = parameter_hash(parameters)
     hashes: list[str] = [""] * group.size()
     dist.all_gather_object(hashes, mine, group=group)
     different = [rank for rank, other in enumerate(hashes) if other != hashes[0]]
@@ -263,6 +263,6 @@ def check_replicas(model: nn.Module, group: dist.ProcessGroup) -> bool:
             "initial weights differ on data ranks %s; taking those of data rank 0 (were the seeds different?)",
             different,
         )
-        for parameter in model.parameters():
+        for _, parameter in parameters:
             dist.broadcast(parameter.detach(), group=group, group_src=0)
     return not different

@@ -33,6 +33,8 @@ class World:
         reduce_group: ranks that hold the same parameters and sum their gradients: dp_replicate x dp_shard x cp.
         shard_group: the part of ``reduce_group`` that ZeRO splits over: dp_shard x cp.
         checkpoint_group: all ranks, for the thread that writes checkpoints.
+        up: all ranks, for a pipeline's messages to later places; None without a pipeline.
+        down: the same to earlier places.
     """
 
     rank: int
@@ -44,6 +46,8 @@ class World:
     reduce_group: dist.ProcessGroup
     shard_group: dist.ProcessGroup
     checkpoint_group: dist.ProcessGroup
+    up: dist.ProcessGroup | None = None
+    down: dist.ProcessGroup | None = None
 
     def place(self, axis: str) -> int:
         """Return this rank's index on one axis."""
@@ -70,8 +74,8 @@ class World:
 
     @property
     def counts_losses(self) -> bool:
-        """Whether this rank's losses count: tensor parallel peers compute the same ones, other stages none."""
-        return self.place("tp") == 0 and self.place("pp") == self.degrees.pp - 1
+        """Whether this rank's losses count: tensor parallel peers compute the same ones."""
+        return self.place("tp") == 0
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:
@@ -140,8 +144,11 @@ def _make_world(rank: int, size: int, device: torch.device, degrees: Degrees | N
     shard_group = mesh["dp_shard", "cp"]._flatten("shard").get_group()
     reduce_group = mesh["dp_replicate", "dp_shard", "cp"]._flatten("reduce").get_group()
     checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
+    up, down = (dist.new_group(timeout=timeout), dist.new_group(timeout=timeout)) if degrees.pp > 1 else (None, None)
     assert dist.group.WORLD is not None
-    return World(rank, size, device, degrees, mesh, dist.group.WORLD, reduce_group, shard_group, checkpoint_group)
+    return World(
+        rank, size, device, degrees, mesh, dist.group.WORLD, reduce_group, shard_group, checkpoint_group, up, down
+    )
 
 
 def sum_over(group: dist.ProcessGroup, *values: float) -> list[float]:

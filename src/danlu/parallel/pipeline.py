@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -35,8 +35,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from danlu.model.linear import WeightGradients
-from danlu.parallel.schedule import Action, Schedule, Transfer, build_schedule, check_schedule, transfers
+from danlu.model.decoder import Decoder
+from danlu.model.linear import Linear, WeightGradients
+from danlu.parallel.schedule import (
+    Action,
+    Schedule,
+    Transfer,
+    build_schedule,
+    check_schedule,
+    schedule_facts,
+    transfers,
+)
 
 _AHEAD = 2
 """Receives that are posted before they are needed."""
@@ -132,18 +141,16 @@ class _Inbox:
 class Pipeline:
     """One rank of a pipeline: the schedule's actions for it, run on the stages that it holds."""
 
-    def __init__(
-        self, channels: Channels, *, schedule: str, num_virtual: int, later: WeightGradients | None = None
-    ) -> None:
+    def __init__(self, channels: Channels, *, schedule: str, num_virtual: int) -> None:
         """Take the rank's place.
 
         Args:
             channels: to the other ranks.
             schedule: one of `schedule.SCHEDULES`.
             num_virtual: stages a rank.
-            later: where the stages' Linears leave weight gradients; needed where the schedule splits the backward.
         """
-        self.channels, self.name, self.num_virtual, self.later = channels, schedule, num_virtual, later
+        self.channels, self.name, self.num_virtual = channels, schedule, num_virtual
+        self.later: WeightGradients | None = None
         self.num_stages = len(channels.ranks) * num_virtual
         self._schedules: dict[int, Schedule] = {}
 
@@ -159,6 +166,25 @@ class Pipeline:
     def stages(self) -> tuple[int, ...]:
         """The stages that this rank holds."""
         return self.schedule(1).stages_of(self.channels.place)
+
+    def adopt(self, parts: Mapping[int, Decoder]) -> None:
+        """Prepare this rank's stages: Linears that let weight gradients wait, one table where both ends are here."""
+        if schedule_facts(self.name).splits_backward:
+            self.later = WeightGradients()
+            for part in parts.values():
+                for module in part.modules():
+                    if isinstance(module, Linear):
+                        module.later = self.later
+        first, last = parts.get(0), parts.get(self.num_stages - 1)
+        if first is not None and last is not None and first is not last and first.spec.tied_embeddings:
+            assert first.embedding is not None
+            last.borrow_head(first.embedding)
+
+    def other_end(self) -> int | None:
+        """Return where the last stage is, on the first's rank, and the reverse; None elsewhere or if both are here."""
+        ends = {self.schedule(1).stage_to_rank[stage] for stage in (0, self.num_stages - 1)}
+        others = ends - {self.channels.place}
+        return others.pop() if len(ends) == 2 and len(others) == 1 else None
 
     def run(
         self,

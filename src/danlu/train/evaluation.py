@@ -36,10 +36,10 @@ from danlu.model.generate import generate
 from danlu.objective.cross_entropy import CrossEntropy
 from danlu.parallel.mesh import World, open_world
 from danlu.train.evaluate import held_out_loss
+from danlu.train.forward import Forward
 from danlu.train.load import TrainedModel, is_run, load_model
 from danlu.train.questions import Asked, QuestionForm, encode_prompts, read_asked, sample_asked
 from danlu.train.scores import Reply, Stratum, final_answer, majority_answers, score_groups, score_replies
-from danlu.train.step import Forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def _held_out(
 ) -> dict[str, float | None]:
     check_same_tokens(opened, sources)
     numbers = held_out_loss(
-        Forward(opened.model, CrossEntropy(), device=world.device), sources, world=world,
+        Forward({0: opened.model}, CrossEntropy(), device=world.device), sources, world=world,
         micro_batch_size=options.batch_size, max_rows=options.max_rows,
     )  # fmt: skip
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}

@@ -42,6 +42,7 @@ from danlu.train.step import (
     count_tokens,
     find_culprits,
     forward_backward,
+    forward_backward_pipelined,
     nonfinite_error,
     reduce_losses,
 )
@@ -156,11 +157,11 @@ class _Run:
         self.step = self.samples_seen = self.tokens_seen = self.skipped = 0
         self.skipped_before = 0  # at the last record
         self._set_seed()
-        self.built = build.build_model(config, start, world)
+        sequence_length = max(source.sequence_length for source in sources)
+        self.built = build.build_model(config, start, world, sequence_length)
         self.optimizer = build.build_optimizer(config, self.built, world)
         objective = build.build_objective(config, self.spec, world)
         self.forward = build.build_forward(config, self.built, objective, world)
-        sequence_length = max(source.sequence_length for source in sources)
         self.rates = build.build_rates(config, self.spec, sequence_length, world)
         self.total_steps = self._total_steps()
         self.losses: dict[int, float] = {}
@@ -175,7 +176,7 @@ class _Run:
             self.spec.family,
             f"{self.spec.num_parameters():,}",
             "" if self.spec.num_experts is None else f" ({self.spec.num_active_parameters():,} a token)",
-            str(self.built.model.compute_dtype).removeprefix("torch."),
+            str(self.built.compute_dtype).removeprefix("torch."),
             world.size,
             world.device.type,
             world.degrees,
@@ -305,7 +306,8 @@ class _Run:
         config, reducer = self.config, self.built.reducer
         rate = self._learning_rate()
         self.optimizer.set_learning_rate(rate)
-        loss_sum, parts = forward_backward(
+        run = forward_backward if self.built.pipeline is None else forward_backward_pipelined
+        loss_sum, parts = run(
             self.forward, batch.micro_batches, reducer, valid_tokens=valid_tokens, device=self.world.device
         )
         norm = self.optimizer.clip(config.optimizer.max_grad_norm)
