@@ -83,13 +83,13 @@ def find_damage(folder: Path, sums: Sums) -> list[tuple[str, str, str]]:
     return sorted(found)
 
 
-def find_damage_together(folder: Path, sums: Sums) -> list[tuple[str, str, str]]:
-    """Like `find_damage`, each rank of the job with its share of the files; all return the same."""
+def find_damage_together(folder: Path, sums: Sums, group: dist.ProcessGroup | None) -> list[tuple[str, str, str]]:
+    """Like `find_damage`, each rank of ``group`` (None: the job) with its share of the files; all return the same."""
     if not dist.is_initialized():
         return find_damage(folder, sums)
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     shares: list[Sequence[tuple[str, str, str]]] = [[] for _ in range(size)]
-    dist.all_gather_object(shares, find_damage(folder, dict(sorted(sums.items())[rank::size])))
+    dist.all_gather_object(shares, find_damage(folder, dict(sorted(sums.items())[rank::size])), group=group)
     return sorted(damage for share in shares for damage in share)
 
 

@@ -251,7 +251,7 @@ def load_tensors(
                 seen=f"{tuple(entry.size)} in the checkpoint",
                 legal=f"{tuple(tensor.shape)}",
             )
-    _check_files(checkpoint, metadata)
+    _check_files(checkpoint, metadata, group)
     try:
         dcp.load(wrap_pieces(tensors), storage_reader=reader, planner=PieceLoadPlanner(), process_group=group)
     except CheckpointException as error:
@@ -260,11 +260,11 @@ def load_tensors(
         ) from error
 
 
-def _check_files(checkpoint: Checkpoint, metadata: Metadata) -> None:
+def _check_files(checkpoint: Checkpoint, metadata: Metadata, group: dist.ProcessGroup | None) -> None:
     """Raise `UserError`, on every rank, where a file is not what was written; older checkpoints know lengths only."""
     folder = checkpoint.folder
     sums = listed_sums(checkpoint.record, folder / _RECORD)
-    damage = find_cut_files(folder, metadata) if sums is None else find_damage_together(folder, sums)
+    damage = find_cut_files(folder, metadata) if sums is None else find_damage_together(folder, sums, group)
     if not damage:
         return
     name, seen, legal = damage[0]
