@@ -169,7 +169,10 @@ def _check_fit(spec: ModelSpec, sources: Sequence[PackedDataset], max_positions:
             raise UserError(
                 "the rows are longer than the model's positions",
                 where=str(source.folder),
-                seen=f"rows of {source.sequence_length} tokens, {max_positions} positions",
+                seen=f"rows of {source.sequence_length} tokens",
+                legal=f"at most {max_positions} positions",
+                hint=f"build the data with sequence_length = {max_positions}, or raise model.max_positions of a model "
+                "from scratch",
             )
 
 

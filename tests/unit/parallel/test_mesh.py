@@ -60,6 +60,5 @@ def test_the_hash_sees_every_bit_name_and_shape() -> None:
     with torch.no_grad():
         model.final_norm.weight.view(torch.int32)[0] ^= 1
     assert parameter_hash(list(model.named_parameters())) != parameter_hash(list(tiny_model().named_parameters()))
-    assert parameter_hash(torch.nn.Linear(2, 3, bias=False).requires_grad_(False)) != parameter_hash(
-        torch.nn.Linear(3, 2, bias=False)
-    )
+    wide, high = (torch.nn.Parameter(torch.ones(shape)) for shape in ((3, 2), (2, 3)))
+    assert parameter_hash([("weight", wide)]) != parameter_hash([("weight", high)])
