@@ -102,6 +102,10 @@ class Blocks(nn.Module):
     def __len__(self) -> int:
         return len(self._modules)
 
+    def items(self) -> list[tuple[str, Block]]:
+        """Return each block with its number in the whole model, as text."""
+        return list(cast(dict[str, Block], self._modules).items())
+
     def __getitem__(self, layer: int) -> Block:
         return cast(Block, self._modules[str(layer)])
 

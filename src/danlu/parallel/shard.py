@@ -33,6 +33,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from danlu.model.decoder import Decoder
 from danlu.parallel.collectives import all_gather, reduce_scatter
 from danlu.parallel.data import Bucket, BucketReducer, Named, Reducer, Shard
+from danlu.parallel.expert import expert_modules
 
 _IN_FLIGHT = 2
 """Buckets whose gradients may be under way at once under ZeRO-2; more would hold more memory than they hide."""
@@ -171,6 +172,7 @@ class FullShardReducer(Reducer):
     def __init__(
         self, parts: Mapping[int, Decoder], shard_group: dist.ProcessGroup, replicate_group: dist.ProcessGroup, *,
         reshard_after_forward: bool, prefetch: int, device: torch.device,
+        expert_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
     ) -> None:  # fmt: skip
         """Split the model (on meta) in place, then give memory to what is left of it here; the values are to be filled.
 
@@ -182,6 +184,8 @@ class FullShardReducer(Reducer):
                 backward pass; False keeps them (less communication, more memory).
             prefetch: blocks to gather ahead of the one at work.
             device: where the parameters are to live.
+            expert_groups: shard and replicate group of the experts, where these are spread over ranks; each layer's are
+                then a unit of their own.
         """
         self.copies = replicate_group.size()
         mesh = _shard_mesh(shard_group, replicate_group, device.type)
@@ -190,6 +194,10 @@ class FullShardReducer(Reducer):
         self.models = parts
         lends_head = any(model.borrowed_head for model in parts.values())
         for model in parts.values():
+            if expert_groups is not None:
+                spread = {**options, "mesh": _shard_mesh(*expert_groups, device.type)}
+                for experts in expert_modules(model):
+                    fully_shard(experts, reshard_after_forward=reshard_after_forward, **spread)
             _split(model, options, reshard_after_forward=reshard_after_forward, prefetch=prefetch, lends=lends_head)
             model.to_empty(device=device)
         super().__init__([entry for model in parts.values() for entry in model.named_parameters()])
@@ -240,7 +248,8 @@ class FullShardReducer(Reducer):
             local, first = local_range(parameter)
             if local.numel():
                 values = local.detach().view(-1).requires_grad_()
-                self._shards.append(Shard(name, parameter, first, values, self.copies))
+                copies = parameter.device_mesh.size(0) if parameter.device_mesh.ndim > 1 else 1  # type: ignore[attr-defined]
+                self._shards.append(Shard(name, parameter, first, values, copies))
         return self._shards
 
     def zero(self) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from danlu.base.devices import peak_flops
 from danlu.base.errors import UserError
-from danlu.base.layout import Degrees, check_tensor
+from danlu.base.layout import Degrees, check_expert, check_tensor
 from danlu.checkpoint.convert import fill_from_hf, load_hf
 from danlu.checkpoint.hub import local_folder, resolve_model
 from danlu.checkpoint.store import Checkpoint
@@ -39,7 +39,8 @@ from danlu.model.presets import PRESETS
 from danlu.model.spec import ModelSpec
 from danlu.objective.cross_entropy import CrossEntropy, Objective, VocabularyShard
 from danlu.parallel.context import apply_context, check_context, join_routers, row_multiple, split_batch
-from danlu.parallel.data import LATE, Reducer, ReplicaReducer, check_replicas
+from danlu.parallel.data import LATE, JointReducer, Named, Reducer, ReplicaReducer, check_replicas
+from danlu.parallel.expert import apply_expert, expert_modules
 from danlu.parallel.mesh import World
 from danlu.parallel.pipeline import Channels, Pipeline
 from danlu.parallel.placement import Block, Piece
@@ -73,6 +74,7 @@ def check_layout(config: Config, spec: ModelSpec, degrees: Degrees, sequence_len
         check_context(config.parallel.cp_method, degrees.cp, *heads)
     multiple = length_multiple(config, degrees)
     plan_layers(config, spec, degrees, sequence_length)
+    check_expert(degrees, num_experts=spec.num_experts, zero=config.parallel.zero)
     padded = -(-sequence_length // multiple) * multiple
     if spec.positions == "learned" and padded > spec.max_positions:
         raise UserError(
@@ -241,6 +243,8 @@ def build_model(config: Config, start: Start, world: World, sequence_length: int
     for part in parts.values():
         # tensor parallelism first: it changes the parameters' shapes, which everything after it takes as they are
         blocks |= apply_tensor(part, world.axis_group("tp"), sp=parallel.sp)
+        if world.experts is not None:
+            blocks = apply_expert(part, blocks, world.experts.group)
         if world.degrees.cp > 1:
             apply_context(part, world.axis_group("cp"), parallel.cp_method, tensor_degree=world.degrees.tp)
     if pipeline is not None:
@@ -250,6 +254,7 @@ def build_model(config: Config, start: Start, world: World, sequence_length: int
         reducer = FullShardReducer(
             parts, shard_group, copies, reshard_after_forward=reshards_after_forward(config),
             prefetch=parallel.prefetch, device=world.device,
+            expert_groups=None if world.experts is None else (world.experts.shard_group, world.experts.replicate_group),
         )  # fmt: skip
     else:
         for part in parts.values():
@@ -258,7 +263,6 @@ def build_model(config: Config, start: Start, world: World, sequence_length: int
     for part in parts.values():
         part.train()
     if reducer is None:  # last, because it takes hold of the parameters as they are
-        check_replicas(named_parameters(parts), world.reduce_group)
         reducer = _build_reducer(parts, config, world)
     return Built(parts, blocks, reducer, pipeline)
 
@@ -312,18 +316,38 @@ def _fill(pieces: Mapping[str, Piece], start: Start, world: World, seed: int) ->
 
 
 def _build_reducer(parts: Mapping[int, Decoder], config: Config, world: World) -> Reducer:
-    cap = config.parallel.bucket_cap_mb
-    if world.reduce_group.size() == 1:
-        return Reducer(named_parameters(parts))
+    """Return what sums the gradients of parameters that are in memory; replicas that differ are made equal first."""
     named = {stage: list(part.named_parameters()) for stage, part in parts.items()}
     if world.degrees.pp > 1 and next(iter(parts.values())).spec.tied_embeddings:
         # first and last stage both add to the table; a bucket of its own is cut alike wherever it is
         table = [entry for each in named.values() for entry in each if entry[0] == TABLE]
         named = {stage: [entry for entry in each if entry[0] != TABLE] for stage, each in named.items()} | {LATE: table}
-    if config.parallel.zero == 0 or world.shard_group.size() == 1:
-        return ReplicaReducer(named, world.reduce_group, bucket_cap_mb=cap)
+    groups = (world.reduce_group, world.shard_group, world.axis_group("dp_replicate"))
+    spread = world.experts
+    if spread is None:
+        return _reduce_over(named, groups, config)
+    own = {id(value) for part in parts.values() for module in expert_modules(part) for value in module.parameters()}
+    rest = {stage: [entry for entry in each if id(entry[1]) not in own] for stage, each in named.items()}
+    experts = {stage: [entry for entry in each if id(entry[1]) in own] for stage, each in named.items()}
+    expert_groups = (spread.reduce_group, spread.shard_group, spread.replicate_group)
+    return JointReducer([_reduce_over(rest, groups, config), _reduce_over(experts, expert_groups, config)])
+
+
+def _reduce_over(
+    named: Mapping[int, Named],
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup],
+    config: Config,
+) -> Reducer:
+    reduce_group, shard_group, replicate_group = groups
+    everything = [entry for each in named.values() for entry in each]
+    check_replicas(everything, reduce_group)
+    if reduce_group.size() == 1:
+        return Reducer(everything)
+    cap = config.parallel.bucket_cap_mb
+    if config.parallel.zero == 0 or shard_group.size() == 1:
+        return ReplicaReducer(named, reduce_group, bucket_cap_mb=cap)
     kind = ShardedReducer if config.parallel.zero == 1 else ShardedGradientReducer
-    return kind(named, world.shard_group, world.axis_group("dp_replicate"), bucket_cap_mb=cap)
+    return kind(named, shard_group, replicate_group, bucket_cap_mb=cap)
 
 
 def build_objective(config: Config, spec: ModelSpec, world: World) -> Objective:
