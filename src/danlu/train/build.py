@@ -312,7 +312,11 @@ def _fill(pieces: Mapping[str, Piece], start: Start, world: World, seed: int) ->
         fill_from_checkpoint(pieces, start.weights, world.checkpoint_group)
     else:  # from seed and name alone: the same model for every layout
         for name, piece in pieces.items():
-            piece.copy_(initial_value(start.spec, name, piece.shape, seed))
+            if len(piece.shape) == 3:  # experts, of which most may be elsewhere
+                for index in piece.indices:
+                    piece[index].copy_(initial_value(start.spec, f"{name}.{index}", piece.shape[1:], seed))
+            else:
+                piece.copy_(initial_value(start.spec, name, piece.shape, seed))
 
 
 def _build_reducer(parts: Mapping[int, Decoder], config: Config, world: World) -> Reducer:
