@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from danlu.base import env
 from danlu.base.errors import UserError
 from danlu.base.layout import AXES, Degrees
+from danlu.base.log import log
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,13 @@ def open_world(degrees: Degrees | None = None, *, device: str = "auto", timeout_
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    if place.rank == 0 and degrees is not None and place.local_world_size % degrees.tp:
+        log.warning(
+            "tensor parallel ranks lie on several machines (parallel.tp = %d, %d processes on this one): every layer "
+            "waits for the network; choose a tp that divides the processes of a machine",
+            degrees.tp,
+            place.local_world_size,
+        )
     try:
         yield _make_world(place.rank, place.world_size, here, degrees, timeout)
     except BaseException:
