@@ -173,19 +173,28 @@ def _make_world(rank: int, size: int, device: torch.device, degrees: Degrees | N
     checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
     up, down = (dist.new_group(timeout=timeout), dist.new_group(timeout=timeout)) if degrees.pp > 1 else (None, None)
     assert dist.group.WORLD is not None
+    for group in (shard_group, reduce_group, *mesh.get_all_groups()):
+        _set_timeout(group, timeout)
     return World(
         rank, size, device, degrees, mesh, dist.group.WORLD, reduce_group, shard_group, checkpoint_group,
-        _expert_groups(device, degrees), up, down,
+        _expert_groups(device, degrees, timeout), up, down,
     )  # fmt: skip
 
 
-def _expert_groups(device: torch.device, degrees: Degrees) -> ExpertGroups | None:
+def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """A mesh makes its groups with torch's own timeout, and there is no public way to say another."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def _expert_groups(device: torch.device, degrees: Degrees, timeout: timedelta) -> ExpertGroups | None:
     if degrees.ep == 1:
         return None
     names = ("pp", "expert_replicate", "expert_shard", "ep", "tp")
     mesh = init_device_mesh(device.type, degrees.expert_shape, mesh_dim_names=names)
     reduce_group = mesh["expert_replicate", "expert_shard"]._flatten("expert_reduce").get_group()
     shard_group, replicate_group = mesh.get_group("expert_shard"), mesh.get_group("expert_replicate")
+    for group in (reduce_group, *mesh.get_all_groups()):
+        _set_timeout(group, timeout)
     return ExpertGroups(mesh.get_group("ep"), reduce_group, shard_group, replicate_group)
 
 
