@@ -23,27 +23,27 @@ Traffic = dict[tuple[tuple[str, ...], str, str], float]
 """(axes, operation, dtype) -> bytes that a rank sends in a step."""
 
 
-def step_traffic(data: Path, output: Path, *words: str) -> Traffic:
-    """Return what this rank sends in one step (a job for the pool): what three steps send beyond one, halved."""
-    totals: list[Traffic] = []
-    for steps in (1, 3):
-        config = tiny_config(data, output / str(steps), f"train.steps={steps}", "checkpoint.save_last=false", *words)
-        degrees = solve_layout(config, env.ranks().world_size)
-        with count_volume() as volume:
-            train(config)
-        counted = volume.by_axes(degrees)
-        totals.append({(*key[:2], str(key[2]).removeprefix("torch.")): sent for key, sent in counted.items()})
-    once, thrice = totals
-    assert thrice.keys() == once.keys()
-    steps_only = {key: (sent - once[key]) / 2 for key, sent in thrice.items()}
-    return {key: sent for key, sent in steps_only.items() if sent}
+def run_traffic(data: Path, output: Path, steps: int, *words: str) -> Traffic:
+    """Return what this rank sends in a training of so many steps (a job for the pool)."""
+    config = tiny_config(data, output, f"train.steps={steps}", "checkpoint.save_last=false", *words)
+    degrees = solve_layout(config, env.ranks().world_size)
+    with count_volume() as volume:
+        train(config)
+    counted = volume.by_axes(degrees)
+    return {(*key[:2], str(key[2]).removeprefix("torch.")): sent for key, sent in counted.items()}
 
 
 def mean_traffic(pool: RankPool, num_ranks: int, data: Path, output: Path, *words: str) -> Traffic:
-    """Return the mean over all ranks of what each sends in a step."""
-    answers: list[Traffic] = pool.run(num_ranks, step_traffic, data, output, *words, timeout=100)
-    keys = sorted(set().union(*answers))
-    return {key: sum(answer.get(key, 0.0) for answer in answers) / num_ranks for key in keys}
+    """Return the mean over all ranks of what each sends in a step: what three steps send beyond one, halved."""
+    once, thrice = (
+        pool.run(num_ranks, run_traffic, data, output / str(steps), steps, *words, timeout=100) for steps in (1, 3)
+    )
+    totals: Counter[tuple[tuple[str, ...], str, str]] = Counter()
+    for answers, sign in ((thrice, 1), (once, -1)):
+        for answer in answers:
+            for key, sent in answer.items():
+                totals[key] += sign * sent / (2 * num_ranks)
+    return {key: sent for key, sent in totals.items() if sent}
 
 
 def split_bookkeeping(traffic: Traffic) -> tuple[dict[tuple[tuple[str, ...], str], float], float]:

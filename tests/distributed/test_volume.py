@@ -93,7 +93,8 @@ def every_collective() -> tuple[dict[str, float], str]:
             dist.all_gather([torch.zeros(8), torch.zeros(8)], data, group=group)
             reduce_scatter(torch.zeros(4), data, group)
             dist.all_to_all_single(torch.zeros(8), data, group=group)
-            dist.all_to_all_single(torch.zeros(6 - 4 * rank + 2), data, [6 - 4 * rank, 2], [6, 2], group=group)
+            each = (6, 2)[rank]
+            dist.all_to_all_single(torch.zeros(2 * each), data, [each, each], [6, 2], group=group)
             message = dist.isend(data, group=group, group_dst=1 - rank)
             dist.recv(torch.zeros(8), group=group, group_src=1 - rank)
             assert message is not None

@@ -198,7 +198,7 @@ def full_shard_flows(shapes: Mapping[str, Sequence[int]], degrees: Degrees, work
     """Return the flows of ZeRO-3: parameters of each unit for every forward and backward pass, gradients after it.
 
     Units are those of `danlu.parallel.shard.FullShardReducer`. What stays whole from the forward to the backward pass
-    is gathered once: the head, which belongs to the root, with an embedding that is tied to it and a table of positions.
+    is gathered once: the head, which belongs to the root, with a tied embedding and a table of positions.
     """
     split, copies = degrees.dp_shard * degrees.cp, degrees.dp_replicate
     root = {"head.weight", "position_embedding.weight"}
