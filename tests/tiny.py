@@ -9,8 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import subprocess
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,10 @@ from danlu.data import shards
 from danlu.data.batch import MicroBatch, stack_rows, to_micro_batch
 from danlu.data.dataset import PackedDataset, Rows
 from danlu.model.decoder import Decoder
+from danlu.model.experts import MoE
 from danlu.model.presets import PRESETS
+from danlu.model.router import RouterRecord
+from danlu.objective.balance import add_balance
 from danlu.objective.cross_entropy import CrossEntropy, Loss
 from danlu.parallel.data import Reducer
 from danlu.train.optimizer import HybridOptimizer
@@ -45,6 +51,13 @@ T0 = (
 T0_SPEC = replace(
     PRESETS["tiny"], num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=64,
     vocab_size=VOCAB, max_positions=64, tied_embeddings=False,
+)  # fmt: skip
+MOE = (
+    *T0, 'model.name="tiny-moe"', "model.num_experts=4", "model.experts_per_token=2", "model.expert_size=24",
+)  # fmt: skip
+MOE_SPEC = replace(
+    PRESETS["tiny-moe"], num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=64,
+    vocab_size=VOCAB, max_positions=64, tied_embeddings=False, num_experts=4, experts_per_token=2, expert_size=24,
 )  # fmt: skip
 PLAIN = (
     'train.device="cpu"', "data.num_workers=0", "metrics.tensorboard=false", "metrics.progress=false",
@@ -183,6 +196,29 @@ def state_of(optimizer: HybridOptimizer) -> dict[str, torch.Tensor]:
     return {name: piece.boxes[0][1] for name, piece in optimizer.tensors().items()}
 
 
+def moe_model(seed: int = 0, **changes: Any) -> Decoder:
+    """Return T0 with experts (and ``changes`` to its spec) in training mode, its routers far from even."""
+    model = Decoder(replace(MOE_SPEC, **changes))
+    model.init_weights(seed)
+    with torch.no_grad():
+        for block in model.blocks:
+            if isinstance(block.mlp, MoE):
+                block.mlp.router.weight.mul_(5)
+    return model.train()
+
+
+def balanced_loss(model: nn.Module, batch: MicroBatch, *, coefficient: float = 0.5) -> Loss:
+    """Return the summed loss of one micro-batch with the balance loss, as the training loop computes it."""
+    decoder = getattr(model, "module", model)
+    routers = RouterRecord(batch.document_ids_BS)
+    hidden_BSD = model(
+        batch.tokens_BS, positions_BS=batch.positions_BS, document_ids_BS=batch.document_ids_BS, routers=routers
+    )
+    loss = CrossEntropy()(hidden_BSD, decoder.head_weight_VD, batch)
+    layers = decoder.spec.num_expert_layers
+    return add_balance(loss, routers, batch, coefficient=coefficient, num_layers=layers)
+
+
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of all gradients by parameter name."""
     return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
@@ -197,3 +233,29 @@ def documents_of(folder: Path) -> list[list[int]]:
         for document in range(int(rows.document_ids_BS.max()) + 1):
             found.append(rows.tokens_BS[rows.document_ids_BS == document].tolist())
     return found
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from danlu.base.folders import lock_folder
+with lock_folder(Path(sys.argv[1]), what="held"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def held_elsewhere(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Hold the lock of ``folder`` in another process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()

@@ -54,7 +54,7 @@ def one_step(model: Decoder, batches: list[MicroBatch], targets: int, world: Wor
 
 
 def replicas(model: nn.Module, world: World) -> ReplicaReducer:
-    return ReplicaReducer(list(model.named_parameters()), world.group, bucket_cap_mb=0.01)
+    return ReplicaReducer({0: list(model.named_parameters())}, world.group, bucket_cap_mb=0.01)
 
 
 def check_against_one(pool: RankPool, rows: list[list[list[Document]]], **changes: Any) -> float:
@@ -161,9 +161,9 @@ def started_apart(seeds: list[int]) -> tuple[str, str]:
     """Return the parameters' hash before and after the check (a job for the pool)."""
     with open_world(device="cpu") as world:
         model = tiny_model(seeds[world.rank])
-        before = parameter_hash(model)
-        check_replicas(model, world.group)
-        return before, parameter_hash(model)
+        before = parameter_hash(list(model.named_parameters()))
+        check_replicas(list(model.named_parameters()), world.group)
+        return before, parameter_hash(list(model.named_parameters()))
 
 
 def test_br_224_replicas_that_start_apart_are_found_and_made_equal(pool: RankPool) -> None:

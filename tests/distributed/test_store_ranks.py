@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from danlu.base.errors import RunError
+from danlu.base.errors import RunError, UserError
 from danlu.checkpoint import store as store_module
 from danlu.checkpoint.store import CheckpointStore, find_checkpoints, load_tensors
 from danlu.data.dataset import PackedDataset
@@ -143,3 +144,33 @@ def test_br_049_every_sample_once_over_a_resumed_epoch(pool: RankPool, tmp_path:
     first = pool.run(4, ids_of_steps, data, 0, 1)
     rest = pool.run(after, ids_of_steps, data, 4, 2)
     assert sorted(number for ranks in (first, rest) for ids in ranks for number in ids) == list(range(12))
+
+
+def load_damaged(folder: Path) -> tuple[list[str], str]:
+    """Save, flip a bit of the last rank's file, load; return the files in the record and the error (for the pool)."""
+    with open_world(device="cpu") as world:
+        with CheckpointStore(folder, group=world.checkpoint_group) as store:
+            store.save(1, {f"x.{world.rank}": torch.full((100,), float(world.rank))}, {})
+            store.wait()
+            latest = store.latest()
+            assert latest is not None
+        if world.rank == 0:
+            path = latest.folder / f"__{world.size - 1}_0.distcp"
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+        dist.barrier(world.checkpoint_group)
+        try:
+            load_tensors(latest, {f"x.{rank}": torch.zeros(100) for rank in range(world.size)})
+        except UserError as error:
+            return sorted(latest.record["files"]), str(error)
+    return [], "no error"
+
+
+def test_damage_that_one_rank_finds_is_told_by_all(pool: RankPool, tmp_path: Path) -> None:
+    """3 ranks sum their own files and check a share each: all raise the same error, none waits for another."""
+    answers = pool.run(3, load_damaged, tmp_path)
+    assert answers[0] == answers[1] == answers[2]
+    files, error = answers[0]
+    assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
+    assert error.startswith(f"{tmp_path / 'step-00000001' / '__2_0.distcp'}: a file of the checkpoint is damaged")

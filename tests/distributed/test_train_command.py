@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from danlu.checkpoint.store import find_checkpoints, open_checkpoint
@@ -74,26 +76,32 @@ def continue_run(data: Path, output: Path, steps: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "number", "whole_group"),
+    ("ranks", "number", "reached"),
     [
-        pytest.param(1, signal.SIGTERM, False, id="alone-SIGTERM"),
-        pytest.param(1, signal.SIGINT, True, id="alone-ctrl-c"),
-        pytest.param(2, signal.SIGTERM, False, id="two-SIGTERM"),
-        pytest.param(2, signal.SIGINT, True, id="two-ctrl-c"),
+        pytest.param(1, signal.SIGTERM, "one", id="alone-SIGTERM"),
+        pytest.param(1, signal.SIGINT, "group", id="alone-ctrl-c"),
+        pytest.param(1, signal.SIGTERM, "group", id="alone-group-SIGTERM"),
+        pytest.param(2, signal.SIGTERM, "one", id="two-SIGTERM"),
+        pytest.param(2, signal.SIGINT, "all", id="two-ctrl-c"),
+        pytest.param(2, signal.SIGTERM, "all", id="two-all-SIGTERM"),
     ],
 )
 def test_a_signal_saves_and_exits_with_0(
-    pool: RankPool, tmp_path: Path, tiny_rows: Path, ranks: int, number: signal.Signals, whole_group: bool
+    pool: RankPool, tmp_path: Path, tiny_rows: Path, ranks: int, number: signal.Signals, reached: str
 ) -> None:
-    """Also with loader processes, which a terminal's Ctrl-C reaches too: saved, exit 0, and resumed bit for bit."""
+    """Whether it reaches the command, its group or every process (loaders too): saved, exit 0, resumed bit for bit."""
     folder = tmp_path / "run"
     config = write_config(tiny_rows, folder, *ENDLESS, "data.num_workers=1")
     with danlu("train", str(config), "--nproc", str(ranks)) as process:
         wait_for_steps(process, folder, 3)
-        if whole_group:
-            os.killpg(process.pid, number)
-        else:
+        if reached == "one":
             process.send_signal(number)
+        elif reached == "group":
+            os.killpg(process.pid, number)
+        else:  # as a scheduler does; last the launcher, which passes on what its ranks have had
+            for each in (*psutil.Process(process.pid).children(recursive=True), process):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.send_signal(number)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "stopping after step" in err
@@ -103,6 +111,21 @@ def test_a_signal_saves_and_exits_with_0(
     pool.run(ranks, continue_run, tiny_rows, folder, total)
     pool.run(ranks, continue_run, tiny_rows, tmp_path / "whole", total)
     assert losses(folder) == losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_signal_before_the_ranks_can_save_ends_the_job(tmp_path: Path, tiny_rows: Path) -> None:
+    """SIGTERM while the ranks are still starting: the job ends and says by what, and is no success."""
+    config = write_config(tiny_rows, tmp_path / "run", *ENDLESS)
+    with danlu("train", str(config), "--nproc", "2") as process:
+        end = time.monotonic() + 60
+        while not psutil.Process(process.pid).children() and time.monotonic() < end:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1, err
+    assert "SIGTERM" in err
+    assert "Traceback" not in err
 
 
 def flip_row(data: Path, row: int) -> None:
@@ -176,3 +199,35 @@ def test_wrong_input_exits_with_2_before_any_rank_starts(tmp_path: Path, tiny_ro
     assert "Traceback" not in err
     assert out == ""
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_what_all_ranks_find_wrong_is_said_once(tmp_path: Path) -> None:
+    """Rows longer than the model's positions, on two ranks: one message in the normal form, exit 2, no run folder."""
+    data = write_rows(tmp_path / "data", random_rows(8, seed=0), sequence_length=80)
+    config = write_config(data, tmp_path / "run", "train.steps=3")
+    with danlu("train", str(config), "--nproc", "2") as process:
+        out, err = process.communicate(timeout=90)
+    assert process.returncode == 2, err
+    assert err.startswith(f"error: {data}: the rows are longer than the model's positions\n")
+    assert err.count("the rows are longer") == 1
+    assert "[rank" not in err
+    assert out == ""
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_two_jobs_into_one_folder(tmp_path: Path, tiny_rows: Path) -> None:
+    """The second of two 2-rank jobs is refused with exit 2; the first goes on and saves."""
+    config = write_config(tiny_rows, tmp_path / "run", *ENDLESS)
+    with danlu("train", str(config), "--nproc", "2") as first:
+        wait_for_steps(first, tmp_path / "run", 2)
+        with danlu("train", str(config), "--nproc", "2") as second:
+            _, err = second.communicate(timeout=90)
+        assert second.returncode == 2, err
+        assert err.startswith(f"error: {tmp_path / 'run'}: another run is writing into this folder")
+        assert err.count("another run") == 1
+        first.send_signal(signal.SIGTERM)
+        _, err = first.communicate(timeout=60)
+    assert first.returncode == 0, err
+    assert find_checkpoints(tmp_path / "run" / "checkpoints")

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from danlu.config.schema import TrainSection
 from danlu.train.loop import train
-from docs.pages import GUIDE, GUIDE_ZH, Page
+from docs.pages import GUIDE, GUIDE_ZH, ROOT, Page
 from tiny import read_metrics, tiny_config
 
 
@@ -28,6 +29,17 @@ def test_every_metric_is_explained(run: Path, guide: Path) -> None:
     step, evaluation = read_metrics(run)
     assert set(re.findall(r"^\| `(\w+)` \|", text, re.M)) == set(step)
     assert set(re.findall(r"eval_\w+", text)) | {"step"} == set(evaluation)
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_the_python_of_the_readme_runs_after_its_commands(name: str) -> None:
+    """It trains and exports into folders of its own: none that a command before it has filled, and not the default."""
+    blocks = Page(ROOT / name).blocks
+    python = next(block.text for block in blocks if block.language == "python")
+    written = set(re.findall(r'"output": "([^"]+)"', python) + re.findall(r'export\([^,]+, "([^"]+)"', python))
+    assert len(written) == 2
+    commands = " ".join(block.text for block in blocks if block.language == "bash").split()
+    assert not written & {*commands, TrainSection().output}
 
 
 @pytest.mark.parametrize("guide", [GUIDE, GUIDE_ZH], ids=["en", "zh"])

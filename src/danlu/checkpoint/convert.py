@@ -14,9 +14,11 @@ No q/k permutation happens in either direction: the decoder turns the same pairs
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+import math
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -100,17 +102,17 @@ def fill_from_hf(spec: ModelSpec, targets: Mapping[str, Tensor | Piece], folder:
         if not any(fqn in targets for fqn in tensor_map.fqns):
             continue
         tensor = files.read(name)
-        shape: tuple[int, ...] = (sum(tensor_map.rows), *shapes[tensor_map.fqns[0]][1:])
-        shape = shape[::-1] if tensor_map.transpose else shape
+        shape = tensor_map.hf_shape(shapes)
         if tensor.shape != shape:
             raise UserError(
                 "a tensor's shape contradicts config.json", where=str(folder), seen=f"{name}: {tuple(tensor.shape)}",
                 legal=str(shape),
             )  # fmt: skip
         stacked = tensor.t() if tensor_map.transpose else tensor
-        for fqn, piece in zip(tensor_map.fqns, stacked.split(tensor_map.rows), strict=True):
+        pieces = stacked.split(tensor_map.rows, dim=max(0, stacked.dim() - 2))
+        for fqn, piece in zip(tensor_map.fqns, pieces, strict=True):
             if fqn in targets:
-                targets[fqn].copy_(piece)
+                _part(targets[fqn], tensor_map).copy_(piece)
     if spec.tied_embeddings and _HEAD in files.names:
         table = next(name for name, tensor_map in maps.items() if tensor_map.fqns == ("embedding.weight",))
         if not torch.equal(files.read(_HEAD), files.read(table)):
@@ -131,6 +133,7 @@ def save_hf(
     eos_id: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
+    check: Callable[[Path], None] | None = None,
 ) -> None:
     """Write ``model`` as an HF folder that transformers loads with equal logits.
 
@@ -142,13 +145,14 @@ def save_hf(
         eos_id: end-of-sequence id of the template the model was trained with; None takes the tokenizer's.
         max_shard_bytes: limit of one file (a larger single tensor gets its own).
         overwrite: replace an existing folder.
+        check: looks at the finished files before they take their place; where it raises, they never do.
 
     Raises:
         UserError: the folder exists, or the model's parameters are not exactly those of its family.
     """
     export_hf(
         model.spec, dict(model.named_parameters()), folder, tokenizer_from=tokenizer_from, dtype=dtype, eos_id=eos_id,
-        max_shard_bytes=max_shard_bytes, overwrite=overwrite,
+        max_shard_bytes=max_shard_bytes, overwrite=overwrite, check=check,
     )  # fmt: skip
 
 
@@ -163,6 +167,7 @@ def export_hf(
     eos_id: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
+    check: Callable[[Path], None] | None = None,
 ) -> None:
     """Write ``parameters`` (FQN -> tensor, from a model or a run checkpoint) as an HF folder; see `save_hf`."""
     expected = spec.parameter_shapes()
@@ -176,20 +181,29 @@ def export_hf(
     out_dtype = dtype or parameters["embedding.weight"].dtype
 
     def make(name: str) -> Tensor:
-        stacked = torch.cat([parameters[fqn].detach().to("cpu", out_dtype) for fqn in maps[name].fqns])
+        parts = [_part(parameters[fqn].detach(), maps[name]) for fqn in maps[name].fqns]
+        stacked = torch.cat([part.to("cpu", out_dtype) for part in parts])
         return stacked.t() if maps[name].transpose else stacked
 
     def fill(part: Path) -> None:
-        sizes = {
-            name: sum(parameters[fqn].numel() for fqn in tensor_map.fqns) * out_dtype.itemsize
-            for name, tensor_map in maps.items()
-        }
+        sizes = {name: math.prod(maps[name].hf_shape(expected)) * out_dtype.itemsize for name in maps}
         write_tensors(part, sizes, make, max_shard_bytes)
         text = str(out_dtype).removeprefix("torch.")
         source = None if tokenizer_from is None else Path(tokenizer_from)
         write_sidecars(part, {**config, "dtype": text, "torch_dtype": text}, source, eos_id)
+        if check is not None:
+            check(part)
 
     write_folder(Path(folder), fill, overwrite=overwrite)
+
+
+@overload
+def _part(parameter: Tensor, tensor_map: TensorMap) -> Tensor: ...
+@overload
+def _part(parameter: Tensor | Piece, tensor_map: TensorMap) -> Tensor | Piece: ...
+def _part(parameter: Tensor | Piece, tensor_map: TensorMap) -> Tensor | Piece:
+    """Return what of a parameter a tensor of the checkpoint holds: all of it, or one expert's matrix."""
+    return parameter if tensor_map.expert is None else parameter[tensor_map.expert]
 
 
 def _match_names(spec: ModelSpec, found: Set[str], folder: Path) -> dict[str, TensorMap]:
@@ -198,6 +212,9 @@ def _match_names(spec: ModelSpec, found: Set[str], folder: Path) -> dict[str, Te
     bare = not any(name.startswith(prefix) for name in found)
     strip = prefix if bare else ""
     maps = {tensor_map.hf_name.removeprefix(strip): tensor_map for tensor_map in hf_names(spec)}
+    if spec.num_experts is not None:  # transformers >= 5 can also write a layer's experts as it holds them
+        stacked = {each.hf_name.removeprefix(strip): each for each in hf_names(spec, stacked_experts=True)}
+        maps = stacked if len(found & set(stacked)) > len(found & set(maps)) else maps
     extras = {name.removeprefix(strip) for name in hf_extras(spec)} | ({_HEAD} if spec.tied_embeddings else set())
     _check_sets(set(maps), found - extras, "the checkpoint's tensors are not those of its config.json", str(folder))
     skipped = sorted((found & extras) - {_HEAD})

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from danlu.base.errors import UserError
+from danlu.base.errors import RunError, UserError
 from danlu.base.folders import make_folder
 
 MAX_SHARD_BYTES = 5 * 2**30
@@ -115,8 +115,11 @@ def write_tensors(
 def write_folder(folder: Path, fill: Callable[[Path], None], *, overwrite: bool = False) -> None:
     """Let ``fill`` write into a hidden sibling of ``folder``, then rename it into place.
 
+    Whatever fails, nothing half-written is left and the folder that was there before is there again.
+
     Raises:
         UserError: ``folder`` exists, is not empty, and ``overwrite`` is false.
+        RunError: the files could not be written (a full disk); the system's reason is named.
     """
     if folder.exists() and not overwrite and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError("the output folder exists", where=str(folder), hint="choose another one or allow overwriting")
@@ -124,16 +127,26 @@ def write_folder(folder: Path, fill: Callable[[Path], None], *, overwrite: bool 
     part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     make_folder(folder.parent)
-    part.mkdir()
     try:
+        part.mkdir()
         fill(part)
         for file in part.iterdir():  # safetensors writes files only their owner can read; the folder knows the umask
             file.chmod(part.stat().st_mode & 0o666)
         if folder.exists():
             folder.rename(old)
         part.rename(folder)
+    except Exception as error:
+        if not isinstance(error, OSError) and "(os error " not in str(error):  # how the Rust libraries put it
+            raise
+        raise RunError(
+            f"the folder could not be written: {error}",
+            where=str(folder),
+            hint="free some disk space or check the permissions; what was there before is untouched",
+        ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
+        if old.exists() and not folder.exists():
+            old.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
 
 

@@ -8,6 +8,8 @@ after a newer commit. Killing the job at any moment therefore loses at most the 
 Saving copies the tensors to host memory and returns; a thread writes them. An error in that thread surfaces at the next
 save or at the end of the run, never is it lost.
 
+A checkpoint lists its files with their checksums (`danlu.checkpoint.checksums`) and is read only where they hold.
+
 Tensors go through DCP, so any later layout can read them. Everything else (step, samples seen, config) is JSON in the
 same folder. Nothing is unpickled freely: DCP's own ``.metadata`` is a pickle, and is read by an unpickler that knows
 only DCP's record types; object entries, which DCP would pass to an unrestricted ``torch.load``, are refused.
@@ -36,6 +38,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from danlu.base.errors import RunError, UserError
 from danlu.base.log import log
+from danlu.checkpoint.checksums import find_cut_files, find_damage, find_damage_together, listed_sums, sum_own_files
 from danlu.checkpoint.pieces import PieceLoadPlanner, PieceSavePlanner, wrap_pieces
 from danlu.parallel.placement import Piece
 
@@ -43,6 +46,7 @@ FORMAT = 1
 _NAME = re.compile(r"step-(\d{8})")
 _PARTIAL = ".partial"
 _RECORD = "danlu.json"
+_AGAIN = "copy it again, or delete it and continue from an earlier one"
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,9 @@ class CheckpointStore:
             planner=PieceSavePlanner(),
             process_group=self.group,
         )
+        files = sum_own_files(partial, self.group)
         if self.group.rank() == 0:
+            record = {**record, "files": files}
             _write_durably(partial / _RECORD, json.dumps(record, indent=2))
             _sync_folder(partial)
             if final.exists():
@@ -216,10 +222,12 @@ def load_tensors(
         group: ranks that together ask for everything in the checkpoint; None where this one does.
 
     Raises:
-        UserError: names or shapes differ (both directions are listed), or the checkpoint holds pickled objects.
+        UserError: names or shapes differ (both directions are listed), the checkpoint holds pickled objects, or a file
+            is not what was written.
     """
     reader = _Reader(checkpoint.folder)
-    entries = reader.read_metadata().state_dict_metadata
+    metadata = reader.read_metadata()
+    entries = metadata.state_dict_metadata
     asked = set(tensors)
     if group is not None and group.size() > 1:
         everyone: list[set[str]] = [asked] * group.size()
@@ -243,14 +251,40 @@ def load_tensors(
                 seen=f"{tuple(entry.size)} in the checkpoint",
                 legal=f"{tuple(tensor.shape)}",
             )
+    _check_files(checkpoint, metadata, group)
     try:
         dcp.load(wrap_pieces(tensors), storage_reader=reader, planner=PieceLoadPlanner(), process_group=group)
     except CheckpointException as error:
         raise UserError(
-            f"the checkpoint cannot be read: {_first_cause(error)}",
-            where=str(checkpoint.folder),
-            hint="copy it again, or continue from an earlier one with --resume PATH",
+            f"the checkpoint cannot be read: {_first_cause(error)}", where=str(checkpoint.folder), hint=_AGAIN
         ) from error
+
+
+def _check_files(checkpoint: Checkpoint, metadata: Metadata, group: dist.ProcessGroup | None) -> None:
+    """Raise `UserError`, on every rank, where a file is not what was written; older checkpoints know lengths only."""
+    folder = checkpoint.folder
+    sums = listed_sums(checkpoint.record, folder / _RECORD)
+    damage = find_cut_files(folder, metadata) if sums is None else find_damage_together(folder, sums, group)
+    if not damage:
+        return
+    name, seen, legal = damage[0]
+    hint = _AGAIN
+    for earlier in reversed(find_checkpoints(folder.parent)):
+        if earlier.name < folder.name and _is_sound(earlier):
+            hint = f"copy it again, or delete it and continue from {earlier.name}, which is sound"
+            break
+    more = f" (and {len(damage) - 1} more files)" if len(damage) > 1 else ""
+    raise UserError(
+        f"a file of the checkpoint is damaged{more}", where=str(folder / name), seen=seen, legal=legal, hint=hint
+    )
+
+
+def _is_sound(folder: Path) -> bool:
+    try:
+        sums = listed_sums(open_checkpoint(folder).record, folder)
+        return sums is not None and not find_damage(folder, sums)
+    except (UserError, OSError):
+        return False
 
 
 def tensor_names(checkpoint: Checkpoint) -> list[str]:

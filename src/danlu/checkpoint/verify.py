@@ -23,7 +23,9 @@ def can_verify(folder: Path) -> bool:
 
 
 @torch.no_grad()
-def verify_export(folder: Path, model: Decoder, *, num_tokens: int = 32, tolerance: float | None = None) -> float:
+def verify_export(
+    folder: Path, model: Decoder, *, num_tokens: int = 32, tolerance: float | None = None, where: Path | None = None
+) -> float:
     """Return the largest difference between danlu's and `transformers`' logits of a fixed token sequence.
 
     Args:
@@ -32,6 +34,7 @@ def verify_export(folder: Path, model: Decoder, *, num_tokens: int = 32, toleran
         num_tokens: length of the probe.
         tolerance: largest difference that passes; None: 1e-4 of the largest logit for fp32 weights, 5 % for narrower
             ones, whose rounding is part of the export.
+        where: what errors call the folder (while it has another name); None is its own.
 
     Raises:
         RunError: the logits differ by more.
@@ -55,7 +58,7 @@ def verify_export(folder: Path, model: Decoder, *, num_tokens: int = 32, toleran
     if not difference <= limit:
         raise RunError(
             "transformers computes other logits from the exported folder",
-            where=str(folder),
+            where=str(where or folder),
             seen=f"largest difference {difference:.3g}",
             legal=f"at most {limit:.3g}",
         )

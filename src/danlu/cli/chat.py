@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,8 @@ from danlu.cli.options import ModelName
 
 if TYPE_CHECKING:
     from danlu.train.chat import Conversation
+
+_COMMANDS = "/reset forgets the conversation, /help says this, Ctrl-C stops an answer, Ctrl-D ends"
 
 
 def command(
@@ -27,7 +30,7 @@ def command(
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
-    """Talk with a model. Ctrl-C stops an answer, Ctrl-D ends, /reset forgets the conversation."""
+    """Talk with a model. Ctrl-C stops an answer, Ctrl-D ends, /reset forgets the conversation, /help lists commands."""
     from danlu.model.generate import check_sampling
     from danlu.train.chat import Conversation
     from danlu.train.load import load_model
@@ -52,7 +55,7 @@ def talk(conversation: Conversation, *, interactive: bool) -> None:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (line editing and history for input())
         kind = "chat" if conversation.has_turns else "no chat template: each prompt is continued on its own"
-        log.info("%s; Ctrl-C stops an answer, Ctrl-D ends, /reset starts anew", kind)
+        log.info("%s; %s", kind, _COMMANDS)
     while True:
         try:
             text = input("> " if interactive else "").strip()
@@ -64,6 +67,8 @@ def talk(conversation: Conversation, *, interactive: bool) -> None:
         if text == "/reset":
             conversation.reset()
             log.info("the conversation is forgotten")
+        elif re.fullmatch(r"/[A-Za-z]*", text.partition(" ")[0]):  # no path, and nothing for the model
+            log.info("%s%s", "" if text == "/help" else f"no such command: {text}; ", _COMMANDS)
         elif text:
             try:
                 _answer(conversation, text)

@@ -8,7 +8,9 @@ import typer
 
 
 def command(
-    kind: Annotated[str, typer.Argument(help="train, data, tokenizer, eval, export, finance or pipeline.")] = "train",
+    kind: Annotated[
+        str, typer.Argument(help="train, data, tokenizer, eval, export, finance or pipeline.", metavar="KIND")
+    ] = "train",
 ) -> None:
     """Print the JSON Schema of a config file, for editors that complete TOML."""
     from danlu.base.errors import unknown_name

@@ -11,7 +11,7 @@ from danlu.cli.options import Json
 
 
 def command(
-    out: Annotated[Path, typer.Argument(help="Folder to write.", metavar="OUT", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="Folder to write.", metavar="OUTPUT", show_default=False)],
     seed: Annotated[int, typer.Option(help="Seed of the world and of every question.")] = 0,
     train: Annotated[int, typer.Option(help="Open-book training questions.")] = 24_000,
     validation: Annotated[int, typer.Option(help="Open-book validation questions.")] = 600,

@@ -12,7 +12,7 @@ from danlu.cli.options import Json
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(help="Data set folder.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="Data set folder.", metavar="FOLDER", show_default=False)],
     rows: Annotated[int, typer.Option(help="How many rows to show.", min=0)] = 1,
     start: Annotated[int, typer.Option(help="The first row to show.", min=0)] = 0,
     verify: Annotated[bool, typer.Option("--verify", help="Hash every shard first.")] = False,

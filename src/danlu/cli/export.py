@@ -12,7 +12,7 @@ from danlu.cli.options import Json, ModelName
 
 def command(
     model: ModelName,
-    output: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],
+    output: Annotated[Path, typer.Argument(help="Folder to write.", metavar="OUTPUT", show_default=False)],
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     checkpoint: Annotated[int | None, typer.Option(help="Step of a run's checkpoint (default: the newest).")] = None,
     verify: Annotated[bool, typer.Option(help="Open the result with transformers and compare logits.")] = True,
@@ -27,8 +27,9 @@ def command(
 
     options = build(ExportOptions, {"model": model, "dtype": dtype, "verify": verify}, source="command line")
     result = export(
-        options.model, output, dtype=options.dtype, checkpoint=checkpoint, verify=options.verify, overwrite=overwrite
-    )
+        options.model, output, dtype=options.dtype, checkpoint=checkpoint, verify=options.verify, overwrite=overwrite,
+        how_to_overwrite="--overwrite",
+    )  # fmt: skip
     if json:
         print_json(result)
         return

@@ -10,7 +10,7 @@ import typer
 ConfigFile = Annotated[Path, typer.Argument(help="TOML file.", metavar="CONFIG.toml", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Values that replace those of the file.", metavar="section.key=value ...", show_default=False),
+    typer.Argument(help="Values that replace those of the file.", metavar="section.key=value", show_default=False),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
 ModelName = Annotated[

@@ -11,7 +11,9 @@ from danlu.cli.options import Json
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(help="Run folder or pipeline folder.", show_default=False)],
+    folder: Annotated[
+        Path, typer.Argument(help="Run folder or pipeline folder.", metavar="FOLDER", show_default=False)
+    ],
     json: Json = False,
 ) -> None:
     """Write report.html: loss curves, scores, throughput, config; opens without a network."""

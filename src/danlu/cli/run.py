@@ -11,9 +11,11 @@ from danlu.cli.options import Json
 
 
 def command(
-    pipeline: Annotated[Path, typer.Argument(help="TOML file with the stages.", metavar="PIPELINE.toml")],
+    pipeline: Annotated[
+        Path, typer.Argument(help="TOML file with the stages.", metavar="PIPELINE.toml", show_default=False)
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Such as output=runs/mine.", metavar="key=value ...", show_default=False)
+        list[str] | None, typer.Argument(help="Such as output=runs/mine.", metavar="key=value", show_default=False)
     ] = None,
     json: Json = False,
 ) -> None:

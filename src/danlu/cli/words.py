@@ -1,4 +1,4 @@
-"""Commands whose config file is optional: ``[CONFIG.toml] key=value ...``."""
+"""Commands whose config file is optional: ``{CONFIG.toml|key=value}...``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Words = Annotated[
     list[str],
     typer.Argument(
         help="A TOML file, values that replace its own, or both.",
-        metavar="[CONFIG.toml] key=value ...",
+        metavar="CONFIG.toml|key=value",
         show_default=False,
     ),
 ]

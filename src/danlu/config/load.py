@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar, get_args
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from danlu.base.errors import UserError, nearest
 
@@ -166,9 +167,32 @@ def _explain(schema: type[BaseModel], problem: Any, origins: dict[str, str], sou
         problem["msg"][0].lower() + problem["msg"][1:],
         where=where,
         seen=repr(problem.get("input")),
-        legal=choices if choices and all(isinstance(choice, str) for choice in choices) else None,
-        hint=" ".join(field.description.split()) if field and field.description else None,
+        legal=choices
+        if choices and all(isinstance(choice, str) for choice in choices)
+        else _FORMS.get(problem["type"]),
+        hint=_example(key, field, problem["type"], inside=len(location) > depth),
     )
+
+
+_FORMS = {
+    "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
+    "bool_type": "true or false", "string_type": "text in quotes", "tuple_type": "a list", "list_type": "a list",
+    "model_type": "a section with keys of its own", "dict_type": "a section with keys of its own",
+}  # fmt: skip
+_EXAMPLES: dict[str, Any] = {
+    "int_type": 8, "int_from_float": 8, "float_type": 0.5, "bool_type": True, "string_type": "name",
+    "tuple_type": ["first", "second"], "list_type": ["first", "second"],
+}  # fmt: skip
+
+
+def _example(key: str, field: FieldInfo | None, kind: str, *, inside: bool) -> str | None:
+    """Return a hint that shows a value of the right form, the default where there is one, or None."""
+    if field is None or kind not in _EXAMPLES:
+        return None
+    value = _EXAMPLES[kind]
+    if not (field.is_required() or field.default in (None, ())):
+        return f"such as {key} = {json.dumps(field.default)} (the default)"
+    return f"such as {key} = {json.dumps([value] if inside else value)}"
 
 
 def _is_section(schema: type[BaseModel], name: str) -> bool:

@@ -15,8 +15,11 @@ from danlu.config.schema import Config, ModelSection
 
 SIZE_KEYS = (
     "vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "mlp_size", "max_positions",
-    "rope_theta", "tied_embeddings",
+    "rope_theta", "tied_embeddings", "num_experts", "experts_per_token", "expert_size",
 )  # fmt: skip
+EXPERT_KEYS = ("num_experts", "experts_per_token", "expert_size", "router_balance")
+ROUTER_BALANCE = 0.001
+"""What ``model.router_balance`` is where it is unset: the default of the families in transformers."""
 
 
 def size_overrides(model: ModelSection) -> dict[str, Any]:
@@ -80,6 +83,26 @@ def check_init(config: Config) -> None:
         )
 
 
+def check_experts(model: ModelSection, num_experts: int | None) -> None:
+    """Options of experts are given only for a model that has experts (``num_experts``, as the named model has it)."""
+    given = [key for key in EXPERT_KEYS if getattr(model, key) is not None]
+    if num_experts is None and given:
+        raise UserError(
+            "this option has no effect: the model has no experts",
+            where=f"model.{given[0]}",
+            seen=f"{getattr(model, given[0])} for {model.name}",
+            legal="unset",
+            hint='name a model with experts, such as "tiny-moe"',
+        )
+
+
+def router_balance(model: ModelSection, num_experts: int | None) -> float:
+    """Return the coefficient of the balance loss; 0 for a model without experts."""
+    if num_experts is None:
+        return 0.0
+    return ROUTER_BALANCE if model.router_balance is None else model.router_balance
+
+
 def check_schedule(config: Config) -> None:
     """The warm-up fits into the run."""
     steps, warmup = config.train.steps, config.schedule.warmup_steps
@@ -105,6 +128,9 @@ def check_effect(config: Config) -> None:
     parallel = config.parallel
     if parallel.tp == 1:
         idle["parallel.sp"] = "it is about tensor parallelism, and parallel.tp = 1"
+    if parallel.pp == 1:
+        why = "it is about pipeline parallelism, and parallel.pp = 1"
+        idle |= dict.fromkeys(("parallel.pp_schedule", "parallel.pp_virtual", "parallel.pp_split"), why)
     if parallel.cp == 1:
         idle["parallel.cp_method"] = "it is about context parallelism, and parallel.cp = 1"
     if parallel.zero != 3:
@@ -131,8 +157,11 @@ def solve_layout(config: Config, world_size: int) -> Degrees:
         UserError: the degrees do not multiply to ``world_size``, or nothing is split over ``dp_shard``.
     """
     parallel = config.parallel
-    wanted = {axis: getattr(parallel, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp")}
-    degrees = solve_degrees({"pp": 1, **wanted}, world_size=world_size, zero=parallel.zero)
+    wanted = {
+        "pp": parallel.pp, "dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard, "cp": parallel.cp,
+        "tp": parallel.tp,
+    }  # fmt: skip
+    degrees = solve_degrees(wanted, world_size=world_size, zero=parallel.zero, ep=parallel.ep)
     if degrees.dp_shard > 1 and parallel.zero == 0:
         raise UserError(
             "zero = 0 splits nothing over dp_shard",

@@ -74,6 +74,14 @@ class ModelSection(Section):
     """Base of the rotary frequencies, instead of the named model's (random init only); small for short rows."""
     tied_embeddings: bool | None = None
     """Whether embedding and head share their weight, instead of the named model's choice (random init only)."""
+    num_experts: PositiveInt | None = None
+    """Experts E of a layer, instead of the named model's (random init only; models with experts only)."""
+    experts_per_token: PositiveInt | None = None
+    """Experts K that each token passes through, instead of the named model's (random init only)."""
+    expert_size: PositiveInt | None = None
+    """MLP width of one expert, instead of the named model's (random init only)."""
+    router_balance: Annotated[float, Field(ge=0.0)] | None = None
+    """Weight of the loss that spreads tokens over experts; unset: 0.001 for a model with experts; 0 leaves it out."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Residual dropout probability while training."""
 
@@ -159,10 +167,20 @@ class ParallelSection(Section):
     """Ranks that split what a copy holds, as far as `zero` says; -1: what is left. Unset: what is left with `zero`."""
     zero: Literal[0, 1, 2, 3] = 0
     """What `dp_shard` and `cp` ranks split (arXiv 1910.02054): 1 optimizer state, 2 + gradients, 3 + parameters."""
-    reshard_after_forward: bool = True
-    """`zero = 3`: free a block's whole parameters after its forward pass and gather them again for the backward."""
+    reshard_after_forward: bool | None = None
+    """`zero = 3`: free a block's parameters between its forward and backward pass; unset: where there is no `pp`."""
     prefetch: NonNegativeInt = 1
     """`zero = 3`: blocks that are gathered ahead of the one at work."""
+    pp: Degree = 1
+    """Ranks that hold consecutive layers (pipeline parallelism); -1: what is left."""
+    pp_schedule: Literal[
+        "gpipe", "1f1b", "interleaved", "looped_bfs", "zero_bubble", "interleaved_zero_bubble", "zbv", "dualpipev"
+    ] = "1f1b"
+    """With `pp`: the order of forward and backward passes; `danlu plan schedule` draws them."""
+    pp_virtual: PositiveInt | None = None
+    """With `pp`: stages that each rank holds; unset: the fewest that the schedule takes."""
+    pp_split: tuple[PositiveInt, ...] | None = None
+    """With `pp`: blocks of each stage, first stage first; unset: so that the slowest stage is fastest."""
     tp: Degree = 1
     """Ranks that split every matrix (tensor parallelism, arXiv 1909.08053); -1: what is left."""
     sp: bool = True
@@ -171,6 +189,8 @@ class ParallelSection(Section):
     """Ranks that split every row through attention (context parallelism); -1: what is left."""
     cp_method: Literal["ring", "ulysses"] = "ring"
     """With `cp`: keys travel round the ranks (arXiv 2310.01889), or heads go for tokens (arXiv 2309.14509)."""
+    ep: PositiveInt = 1
+    """Ranks that experts are spread over (arXiv 2006.16668), among those that would hold the same ones."""
     bucket_cap_mb: PositiveFloat = 25.0
     """Size of a gradient bucket in MiB; a bucket is reduced while the backward pass goes on."""
     timeout_seconds: PositiveInt = 600

@@ -19,6 +19,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -255,6 +256,15 @@ def _run_pool(
 
 def _start_worker() -> None:
     env.set_default("TOKENIZERS_PARALLELISM", "false")  # one process per core already
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A build that is killed cannot tell its workers, and each keeps the queue open that the others wait at."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _finish(

@@ -10,15 +10,19 @@ The whole state is `samples_seen`, counted over all ranks: a run resumes with an
 of workers at exactly the next sample.
 
 Workers are `torch.utils.data.DataLoader` processes that receive the number of a step's first sample and return arrays.
-Rows come from memory-mapped files, so zero workers are often as good. Each worker's Python, numpy and torch generators
+Rows come from memory-mapped files, so zero workers are often as good. A worker outlives a SIGTERM or Ctrl-C that is
+meant for the whole job: the step under way and the last checkpoint need it, and its process tells it when to go. Each
+worker's Python, numpy and torch generators
 are seeded from (seed, data rank, worker, first sample): no two streams are equal, on any rank, after any resume.
 """
 
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from types import FrameType
 
 import numpy as np
 import torch
@@ -136,7 +140,7 @@ class Loader:
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch if self.num_workers else None,
             collate_fn=_as_is,
-            worker_init_fn=_Seeder(self.seed, self.data_rank, start),
+            worker_init_fn=_WorkerStart(self.seed, self.data_rank, start),
             # a generator of its own: drawing from torch's global one would change the run's random numbers
             generator=torch.Generator().manual_seed(int(worker_seed(self.seed, self.data_rank, 0, start)[0])),
         )
@@ -262,17 +266,24 @@ class _Firsts(Sampler):
             first += self.loader.num_samples(first)
 
 
-class _Seeder:
-    """Seeds the three generators of a worker process; picklable, so any start method works."""
+class _WorkerStart:
+    """Readies a worker process: its signals and its three generators; picklable, so any start method works."""
 
     def __init__(self, seed: int, data_rank: int, first_sample: int) -> None:
         self.seed, self.data_rank, self.first_sample = seed, data_rank, first_sample
 
     def __call__(self, worker: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, _leave_the_next)
         words = worker_seed(self.seed, self.data_rank, worker, self.first_sample).tolist()
         random.seed(words[0])
         np.random.seed(words[1])
         torch.manual_seed(words[2] << 32 | words[3])
+
+
+def _leave_the_next(number: int, frame: FrameType | None) -> None:
+    """Outlive one SIGTERM; a worker that hangs must still end by the ones that torch sends it."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _as_is(value: object) -> object:

@@ -200,8 +200,11 @@ class Tokenizer:
         ids: list[list[int]] = []
         for batch in _batches(texts):
             if len(batch) == 1 and len(batch[0]) > _LONG_CHARS and self.is_byte_level:
-                parts = self.backend.encode_batch_fast(_cut(batch[0]), add_special_tokens=False)
-                ids.append([number for part in parts for number in part.ids])
+                long: list[int] = []
+                for pieces in _batches(_cut(batch[0])):  # an encoding takes some hundred bytes a token
+                    for part in self.backend.encode_batch_fast(pieces, add_special_tokens=False):
+                        long += part.ids
+                ids.append(long)
             else:
                 ids += [one.ids for one in self.backend.encode_batch_fast(batch, add_special_tokens=False)]
         return ids

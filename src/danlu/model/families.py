@@ -5,7 +5,7 @@ checkpoints map to danlu's. The decoder never asks which family it runs; everyth
 a family that fits the spec's choices is one entry here and one parity test against transformers.
 
 Reading is strict in the direction that matters: a key whose value changes the mathematics in a way the decoder does
-not implement (partial rotary, logit soft caps, unknown rope types, experts) raises `UserError`; keys that cannot
+not implement (partial rotary, logit soft caps, unknown rope types) raises `UserError`; keys that cannot
 change the forward pass (dropout, cache, initializer_range) are the run's business and are left alone. Writing is
 checked by reading back: `hf_from_spec` raises where the family's config cannot express the spec, so an export never
 describes another model than the one trained.
@@ -19,12 +19,13 @@ transposition that turn it into the decoder's parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from danlu.base.errors import UserError, unknown_name
 from danlu.model.hf_config import read_decoder, read_gpt2, read_qwen, write_decoder, write_gpt2, write_qwen
+from danlu.model.hf_experts import read_mixtral, read_qwen3_moe, write_mixtral, write_qwen3_moe
 from danlu.model.spec import ModelSpec
 
 Config = Mapping[str, Any]
@@ -37,14 +38,40 @@ class TensorMap:
     Attributes:
         hf_name: exact name in the checkpoint.
         fqns: danlu's parameters, in the order in which their rows are stacked.
-        rows: rows of each parameter along dim 0 of the (already transposed) tensor.
+        rows: rows of each parameter along the outputs' dim of the (already transposed) tensor.
         transpose: the checkpoint stores [in, out] (GPT-2's Conv1D) instead of [out, in].
+        expert: the tensor is this expert's matrix of the parameters, which hold all experts [E, out, in]; None where
+            a tensor holds whole parameters.
     """
 
     hf_name: str
     fqns: tuple[str, ...]
     rows: tuple[int, ...]
     transpose: bool = False
+    expert: int | None = None
+
+    def hf_shape(self, shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+        """Return the tensor's shape in the checkpoint, from the shapes of the parameters."""
+        whole = shapes[self.fqns[0]]
+        shape = (*(whole[:-2] if self.expert is None else ()), sum(self.rows), *whole[max(1, len(whole) - 1) :])
+        return shape[::-1] if self.transpose else shape
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """How a family's checkpoints name a layer with experts, under its block.
+
+    Attributes:
+        router: the router's matrix.
+        gate: an expert's gate matrix, with ``{}`` where its number stands.
+        up: the same for its up matrix.
+        down: the same for its down matrix.
+    """
+
+    router: str
+    gate: str
+    up: str
+    down: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +90,7 @@ class Family:
         transposed: block names stored as [in, out].
         block_extras: non-parameter buffers that old checkpoints carry per block; skipped by exact name.
         extras: the same under the prefix.
+        experts: names in layers with experts; None for a dense family.
     """
 
     model_type: str
@@ -76,6 +104,7 @@ class Family:
     transposed: frozenset[str] = frozenset()
     block_extras: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()
+    experts: ExpertNames | None = None
 
 
 _LLAMA_TABLES = {"embed_tokens": "embedding", "norm": "final_norm"}
@@ -92,21 +121,34 @@ _LLAMA_BLOCK = {
     "mlp.up_proj": ("mlp.up",),
     "mlp.down_proj": ("mlp.down",),
 }
+_MIXTRAL_EXPERTS = ExpertNames(
+    "block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{matrix}" for matrix in ("w1", "w3", "w2"))
+)
+_QWEN_EXPERTS = ExpertNames("mlp.gate", *(f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")))
+_STACKED_ROUTER = "mlp.gate.weight"
+_STACKED = {"mlp.experts.gate_up_proj": ("gate", "up"), "mlp.experts.down_proj": ("down",)}
 _FUSED_QKV = ("attention.query", "attention.key", "attention.value")
 
 
-def _llama_like(name: str, architecture: str) -> Family:
+def _llama_like(
+    name: str,
+    architecture: str,
+    read: Callable[[Config], ModelSpec] | None = None,
+    write: Callable[[ModelSpec], dict[str, Any]] = write_decoder,
+    experts: ExpertNames | None = None,
+) -> Family:
     return Family(
         model_type=name,
         architecture=architecture,
-        read=lambda config: read_decoder(config, name),
-        write=write_decoder,
+        read=read or (lambda config: read_decoder(config, name)),
+        write=write,
         prefix="model",
         layers="layers",
         tables=_LLAMA_TABLES,
         block=_LLAMA_BLOCK,
         block_extras=("self_attn.rotary_emb.inv_freq",),
         extras=("rotary_emb.inv_freq",),
+        experts=experts,
     )
 
 
@@ -115,6 +157,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2": _llama_like("qwen2", "Qwen2ForCausalLM"),
     "qwen3": _llama_like("qwen3", "Qwen3ForCausalLM"),
     "mistral": _llama_like("mistral", "MistralForCausalLM"),
+    "mixtral": _llama_like("mixtral", "MixtralForCausalLM", read_mixtral, write_mixtral, _MIXTRAL_EXPERTS),
+    "qwen3_moe": _llama_like("qwen3_moe", "Qwen3MoeForCausalLM", read_qwen3_moe, write_qwen3_moe, _QWEN_EXPERTS),
     "qwen": Family(
         model_type="qwen",
         architecture="QWenLMHeadModel",
@@ -205,8 +249,14 @@ def hf_from_spec(spec: ModelSpec) -> dict[str, Any]:
     return config
 
 
-def hf_names(spec: ModelSpec) -> list[TensorMap]:
-    """Return every tensor of a HF checkpoint of ``spec``; together they cover each parameter exactly once."""
+def hf_names(spec: ModelSpec, *, stacked_experts: bool = False) -> list[TensorMap]:
+    """Return every tensor of a HF checkpoint of ``spec``; together they cover each parameter exactly once.
+
+    Args:
+        spec: the model.
+        stacked_experts: the names under which transformers >= 5 holds a layer's experts in memory, and writes them
+            where it is told to; what is published has a tensor for every matrix of every expert.
+    """
     family = FAMILIES[spec.family]
     shapes = spec.parameter_shapes()
     modules: list[tuple[str, tuple[str, ...], bool]] = [
@@ -224,6 +274,30 @@ def hf_names(spec: ModelSpec) -> list[TensorMap]:
             if fqns[0] in shapes:
                 rows = tuple(shapes[fqn][0] for fqn in fqns)
                 maps.append(TensorMap(f"{hf}.{leaf}", fqns, rows, transposed and leaf == "weight"))
+    for layer in range(spec.num_layers):
+        if spec.has_experts(layer):
+            maps += _expert_maps(spec, layer, stacked=stacked_experts)
+    return maps
+
+
+def _expert_maps(spec: ModelSpec, layer: int, *, stacked: bool) -> list[TensorMap]:
+    family = FAMILIES[spec.family]
+    names, num_experts = family.experts, spec.num_experts
+    if names is None or num_experts is None:
+        raise UserError(f"a {spec.family} checkpoint has no names for experts", seen=f"{num_experts = }")
+    theirs, ours = f"{family.prefix}.{family.layers}.{layer}", f"blocks.{layer}.mlp"
+    rows = {"gate": spec.expert_width, "up": spec.expert_width, "down": spec.hidden_size}
+    router = _STACKED_ROUTER if stacked else f"{names.router}.weight"
+    maps = [TensorMap(f"{theirs}.{router}", (f"{ours}.router.weight",), (num_experts,))]
+    if stacked:
+        for hf, parts in _STACKED.items():
+            fqns = tuple(f"{ours}.experts.{part}.weight" for part in parts)
+            maps.append(TensorMap(f"{theirs}.{hf}", fqns, tuple(rows[part] for part in parts)))
+        return maps
+    for expert in range(num_experts):
+        for part, pattern in (("gate", names.gate), ("up", names.up), ("down", names.down)):
+            hf = f"{theirs}.{pattern.format(expert)}.weight"
+            maps.append(TensorMap(hf, (f"{ours}.experts.{part}.weight",), (rows[part],), expert=expert))
     return maps
 
 

@@ -1,9 +1,10 @@
 """Floating-point operations of a training step, as `mfu` and `hfu` count them. Imports no torch.
 
 A multiplication and its addition are two operations. A matrix of P parameters costs 2 P per token forward and 4 P
-backward; the embedding is a look-up and costs nothing, the head is a matrix and counts (once, tied or not). Attention
-costs 2 x 2 x S x N x H per token and layer forward (scores and values), of which a causal model needs half. Norms,
-activations and the softmax are left out, as is customary (PaLM, arXiv 2204.02311, appendix B, but for the half).
+backward; the embedding is a look-up and costs nothing, the head is a matrix and counts (once, tied or not). Of the
+experts only those count that a token is sent to. Attention costs 2 x 2 x S x N x H per token and layer forward (scores
+and values), of which a causal model needs half. Norms, activations and the softmax are left out, as is customary (PaLM,
+arXiv 2204.02311, appendix B, but for the half).
 
 Rows that hold several documents need less attention than this; `mfu` then counts work that was rightly skipped, and
 the difference is small while S is small against 6 D.
@@ -15,11 +16,11 @@ from danlu.model.spec import ModelSpec
 
 
 def matmul_parameters(spec: ModelSpec) -> int:
-    """Return the parameters that take part in a matmul for every token (the head included, tied or not)."""
+    """Return the parameters that take part in a token's matmuls (the head included, tied or not)."""
     matrices = sum(
-        shape[0] * shape[1]
+        (spec.experts_per_token or 0) * shape[1] * shape[2] if len(shape) == 3 else shape[0] * shape[1]
         for name, shape in spec.parameter_shapes().items()
-        if len(shape) == 2 and name not in ("embedding.weight", "position_embedding.weight", "head.weight")
+        if len(shape) >= 2 and name not in ("embedding.weight", "position_embedding.weight", "head.weight")
     )
     return matrices + spec.vocab_size * spec.hidden_size
 

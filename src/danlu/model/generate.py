@@ -92,7 +92,7 @@ def _decode(
     model: Decoder, prompts: list[Sequence[int]], pick: Pick, stop_ids: set[int], max_new_tokens: int
 ) -> Iterator[list[tuple[int, int]]]:
     """Yield for each step the (row, token) pairs of the rows that got one."""
-    weight = model.embedding.weight
+    weight = model.head_weight_VD
     longest = max(len(prompt) for prompt in prompts)
     cache = KVCache(
         model.spec, batch_size=len(prompts), capacity=longest + max_new_tokens, dtype=model.compute_dtype,

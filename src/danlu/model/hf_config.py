@@ -1,8 +1,9 @@
 """Hugging Face config.json <-> `ModelSpec`: the key names, defaults and refusals of each family.
 
-Three dialects cover six families: the Llama one (llama, qwen2, qwen3, mistral), the first Qwen's and GPT-2's. Where a
-key is absent, the default is the one of the family's config class in transformers, because files written by it leave
-defaults out; sizes have no default here and must be present.
+Three dialects cover all families: the Llama one (llama, qwen2, qwen3, mistral; with experts mixtral and qwen3_moe, see
+`danlu.model.hf_experts`), the first Qwen's and GPT-2's. Where a key is absent, the default is the one of the family's
+config class in transformers, because files written by it leave defaults out; sizes have no default here and must be
+present.
 
 ``_NEUTRAL`` holds the refusals as data: for each key the values under which it changes nothing. A key with another
 value would change the mathematics, so it raises instead of being dropped. Keys that are not listed are taken to be
@@ -33,8 +34,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attn_logit_softcapping": (None, 0),
     "final_logit_softcapping": (None, 0),
     "query_pre_attn_scalar": (None,),
-    "num_local_experts": (None, 0),
-    "num_experts": (None, 0),
+    "num_shared_experts": (None, 0),
+    "n_shared_experts": (None, 0),
+    "shared_expert_intermediate_size": (None, 0),
     "clip_qkv": (None,),
     "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),
@@ -46,6 +48,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "embedding_multiplier": (None, 1.0),
     "logits_scaling": (None, 1.0),
 }
+_DENSE: dict[str, tuple[object, ...]] = {"num_local_experts": (None, 0), "num_experts": (None, 0)}
 _ROPE_FIELDS: dict[str, dict[str, str]] = {
     "linear": {"factor": "factor"},
     "dynamic": {"factor": "factor"},
@@ -68,20 +71,30 @@ _ROPE_FIELDS: dict[str, dict[str, str]] = {
 }
 
 
-def read_decoder(config: Config, family: str) -> ModelSpec:
-    """Return the spec of a config in the Llama dialect (llama, qwen2, qwen3, mistral)."""
+def read_decoder(config: Config, family: str, experts: Mapping[str, Any] | None = None) -> ModelSpec:
+    """Return the spec of a config in the Llama dialect (llama, qwen2, qwen3, mistral, mixtral, qwen3_moe).
+
+    Args:
+        config: the parsed config.json.
+        family: ``ModelSpec.family``.
+        experts: fields of the spec that `danlu.model.hf_experts` has read; None for a dense family.
+    """
     _check_neutral(config)
-    width, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    if experts is None:
+        _check_neutral(config, _DENSE)
+    width, heads = read_size(config, "hidden_size"), read_size(config, "num_attention_heads")
     head_dim = config.get("head_dim")
     if head_dim is None:
         head_dim = 128 if family == "qwen3" and "head_dim" not in config else _even_share(width, heads)
-    kv_heads = config.get("num_key_value_heads", {"mistral": 8, "qwen2": 32, "qwen3": 32}.get(family))
+    kv_heads = config.get(
+        "num_key_value_heads", {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}.get(family)
+    )
     max_positions = config.get("max_position_embeddings", 2048 if family == "llama" else None)
     if max_positions is None:
         raise _missing("max_position_embeddings")
-    theta, scaling = _read_rope(config)
-    attention_bias = bool(config.get("attention_bias", False)) and family in ("llama", "qwen3")
-    num_layers = _size(config, "num_hidden_layers")
+    theta, scaling = _read_rope(config, 1e6 if family == "mixtral" else 10000.0)
+    attention_bias = bool(config.get("attention_bias", False)) and family in ("llama", "qwen3", "qwen3_moe")
+    num_layers = read_size(config, "num_hidden_layers")
     window, layers = _read_window(config, family, num_layers)
     return ModelSpec(
         family=cast(FamilyName, family),
@@ -90,20 +103,21 @@ def read_decoder(config: Config, family: str) -> ModelSpec:
         num_heads=heads,
         num_kv_heads=heads if kv_heads is None else kv_heads,
         head_dim=head_dim,
-        mlp_size=_size(config, "intermediate_size"),
-        vocab_size=_size(config, "vocab_size"),
+        mlp_size=read_size(config, "intermediate_size"),
+        vocab_size=read_size(config, "vocab_size"),
         max_positions=max_positions,
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        norm_eps=float(config.get("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6)),
         activation=_activation(config.get("hidden_act", "silu")),
         rope_theta=theta,
         rope_scaling=scaling,
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=attention_bias,
         mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         sliding_window=window,
         sliding_layers=layers,
+        **(experts or {}),
     )
 
 
@@ -123,11 +137,11 @@ def write_decoder(spec: ModelSpec) -> dict[str, Any]:
         "tie_word_embeddings": spec.tied_embeddings,
         **_write_rope(spec),
     }
-    if spec.family in ("llama", "qwen3"):
+    if spec.family in ("llama", "qwen3", "qwen3_moe"):
         config["attention_bias"] = spec.qkv_bias
     if spec.family == "llama":
         config["mlp_bias"] = spec.mlp_bias
-    if spec.family == "mistral":
+    if spec.family in ("mistral", "mixtral"):
         config["sliding_window"] = spec.sliding_window
     if spec.family in ("qwen2", "qwen3"):
         sliding = [layer for layer in range(spec.num_layers) if spec.window(layer) is not None]
@@ -145,7 +159,7 @@ def write_decoder(spec: ModelSpec) -> dict[str, Any]:
 def read_qwen(config: Config) -> ModelSpec:
     """Return the spec of a first-generation Qwen config (Qwen-1.8B, 7B, 14B, 72B)."""
     _check_neutral(config)
-    width, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    width, heads = read_size(config, "hidden_size"), read_size(config, "num_attention_heads")
     head_dim = config.get("kv_channels", 128)
     if head_dim * heads != width:
         raise UserError(
@@ -153,7 +167,7 @@ def read_qwen(config: Config) -> ModelSpec:
             seen=f"kv_channels = {head_dim}, num_attention_heads = {heads}, hidden_size = {width}",
             legal="kv_channels * num_attention_heads = hidden_size",
         )
-    fused = _size(config, "intermediate_size")
+    fused = read_size(config, "intermediate_size")
     bias = not config.get("no_bias", True)
     trained = config.get("seq_length", 2048)
     extrapolates = bool(config.get("use_dynamic_ntk", True))
@@ -165,13 +179,13 @@ def read_qwen(config: Config) -> ModelSpec:
         )
     return ModelSpec(
         family="qwen",
-        num_layers=_size(config, "num_hidden_layers"),
+        num_layers=read_size(config, "num_hidden_layers"),
         hidden_size=width,
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=head_dim,
         mlp_size=_even_share(fused, 2),
-        vocab_size=_size(config, "vocab_size"),
+        vocab_size=read_size(config, "vocab_size"),
         max_positions=config.get("max_position_embeddings", trained),
         norm_eps=float(config.get("layer_norm_epsilon", 1e-6)),
         rope_theta=float(config.get("rotary_emb_base", 10000.0)),
@@ -209,17 +223,17 @@ def write_qwen(spec: ModelSpec) -> dict[str, Any]:
 def read_gpt2(config: Config) -> ModelSpec:
     """Return the spec of a GPT-2 config."""
     _check_neutral(config)
-    width, heads = _size(config, "n_embd"), _size(config, "n_head")
+    width, heads = read_size(config, "n_embd"), read_size(config, "n_head")
     return ModelSpec(
         family="gpt2",
-        num_layers=_size(config, "n_layer"),
+        num_layers=read_size(config, "n_layer"),
         hidden_size=width,
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=_even_share(width, heads),
         mlp_size=config.get("n_inner") or 4 * width,
-        vocab_size=_size(config, "vocab_size"),
-        max_positions=_size(config, "n_positions"),
+        vocab_size=read_size(config, "vocab_size"),
+        max_positions=read_size(config, "n_positions"),
         norm="layernorm",
         norm_eps=float(config.get("layer_norm_epsilon", 1e-5)),
         activation=_activation(config.get("activation_function", "gelu_new")),
@@ -249,22 +263,22 @@ def write_gpt2(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _read_rope(config: Config) -> tuple[float, RopeScaling | None]:
+def _read_rope(config: Config, default_theta: float) -> tuple[float, RopeScaling | None]:
     new = dict(config.get("rope_parameters") or {})
     old = dict(config.get("rope_scaling") or {})
     if any(isinstance(value, Mapping) for value in new.values()):
         raise UserError("rope parameters that differ between layers are not supported", seen=f"rope_parameters = {new}")
-    theta = _agreed("rope_theta", [config.get("rope_theta"), new.pop("rope_theta", None), old.pop("rope_theta", None)])
+    theta = agreed("rope_theta", [config.get("rope_theta"), new.pop("rope_theta", None), old.pop("rope_theta", None)])
     scaling_new, scaling_old = _scaling(new, config), _scaling(old, config)
     if new and old and scaling_new != scaling_old:
         raise UserError("rope_scaling and rope_parameters disagree", seen=f"{old} and {new}", legal="equal values")
-    return float(10000.0 if theta is None else theta), scaling_new or scaling_old
+    return float(default_theta if theta is None else theta), scaling_new or scaling_old
 
 
 def _scaling(values: dict[str, Any], config: Config) -> RopeScaling | None:
     """Return the scaling that one rope dictionary (without its theta) describes; None for an empty or default one."""
     given = {key: value for key, value in values.items() if value is not None}
-    kind = _agreed("rope_type", [given.pop("rope_type", None), given.pop("type", None)]) or "default"
+    kind = agreed("rope_type", [given.pop("rope_type", None), given.pop("type", None)]) or "default"
     if given.pop("partial_rotary_factor", 1.0) != 1.0:
         raise UserError("partial rotary positions are not supported", seen=f"partial_rotary_factor in {values}")
     if kind == "default" and not given:
@@ -309,13 +323,16 @@ def _read_window(config: Config, family: str, num_layers: int) -> tuple[int | No
         if config.get("sliding_window") is not None:
             raise UserError("llama has no sliding window", seen=f"sliding_window = {config['sliding_window']}")
         return None, None
-    window = config.get("sliding_window", 4096)
-    if family == "mistral":
+    window = config.get("sliding_window", None if family == "mixtral" else 4096)
+    if family in ("mistral", "mixtral"):
         if types is not None and set(types) != {"full_attention" if window is None else "sliding_attention"}:
-            raise UserError("mistral layers share one attention type", seen=f"layer_types = {types}")
+            raise UserError(f"{family} layers share one attention type", seen=f"layer_types = {types}")
         return window, None
     if window is None or not config.get("use_sliding_window", False):
         return None, None
+    if family == "qwen3_moe":
+        what = "which layers of a qwen3_moe have a window depends on the version of transformers"
+        raise UserError(what, seen="use_sliding_window = true", legal="false")
     first = config.get("max_window_layers", 28)
     sliding = tuple(
         layer for layer in range(num_layers) if (layer >= first if types is None else types[layer][0] == "s")
@@ -325,8 +342,8 @@ def _read_window(config: Config, family: str, num_layers: int) -> tuple[int | No
     return (window, sliding) if sliding else (None, None)
 
 
-def _check_neutral(config: Config) -> None:
-    for key, neutral in _NEUTRAL.items():
+def _check_neutral(config: Config, keys: Mapping[str, tuple[object, ...]] = _NEUTRAL) -> None:
+    for key, neutral in keys.items():
         if config.get(key) not in neutral:
             hint = "load the unquantised weights" if key == "quantization_config" else None
             raise UserError(
@@ -341,7 +358,8 @@ def _missing(key: str) -> UserError:
     return UserError("a size is missing", seen=f"no {key!r}", legal=f"{key} = a positive whole number")
 
 
-def _size(config: Config, key: str) -> int:
+def read_size(config: Config, key: str) -> int:
+    """Return a size that must be there; `UserError` where it is not."""
     if config.get(key) is None:
         raise _missing(key)
     return cast(int, config[key])
@@ -353,7 +371,8 @@ def _even_share(total: int, parts: int) -> int:
     return total // parts
 
 
-def _agreed(name: str, values: list[Any]) -> Any:
+def agreed(name: str, values: list[Any]) -> Any:
+    """Return the one value that several keys give, or None where none does; `UserError` where they disagree."""
     given = [value for value in values if value is not None]
     if any(value != given[0] for value in given):
         raise UserError(f"two values of {name} disagree", seen=given, legal="equal values")

@@ -45,6 +45,12 @@ class _Gated(torch.autograd.Function):
         return _ACTIVATE_BACKWARD[ctx.activation](grad * up, gate), grad_up, None
 
 
+def gate_up(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Return act(gate) * up, [..., F], keeping only the two inputs for the backward pass."""
+    inner: Tensor = _Gated.apply(gate, up, activation)
+    return inner
+
+
 class MLP(nn.Module):
     """down(act(gate(x)) * up(x)), or down(act(up(x))) where the spec is not gated."""
 
@@ -61,6 +67,6 @@ class MLP(nn.Module):
         if self.gate is None:
             inner_BSF = _ACTIVATE[self.activation](up_BSF)
         else:
-            inner_BSF = _Gated.apply(self.gate(hidden_BSD), up_BSF, self.activation)
+            inner_BSF = gate_up(self.gate(hidden_BSD), up_BSF, self.activation)
         out_BSD: Tensor = self.down(inner_BSF)
         return out_BSD

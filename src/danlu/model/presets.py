@@ -84,6 +84,21 @@ def _mistral(layers: int, width: int, vocab: int, positions: int, theta: float, 
     )  # fmt: skip
 
 
+def _mixtral(layers: int, width: int, heads: int, mlp: int, vocab: int, positions: int) -> ModelSpec:
+    return ModelSpec(
+        family="mixtral", num_layers=layers, hidden_size=width, num_heads=heads, num_kv_heads=8, head_dim=128,
+        mlp_size=mlp, vocab_size=vocab, max_positions=positions, norm_eps=1e-5, rope_theta=1e6, num_experts=8,
+        experts_per_token=2,
+    )  # fmt: skip
+
+
+def _qwen3_moe(layers: int, width: int, heads: int, mlp: int, expert: int) -> ModelSpec:
+    return replace(
+        _qwen3(layers, width, heads, mlp), family="qwen3_moe", num_kv_heads=4, num_experts=128, experts_per_token=8,
+        expert_size=expert,
+    )  # fmt: skip
+
+
 def _gpt(layers: int, width: int, heads: int, positions: int = 1024) -> ModelSpec:
     return ModelSpec(
         family="gpt2", num_layers=layers, hidden_size=width, num_heads=heads, num_kv_heads=heads,
@@ -104,6 +119,7 @@ def _tiny(family: FamilyName, **changes: object) -> ModelSpec:
 PRESETS: dict[str, ModelSpec] = {
     "tiny": _tiny("llama"),
     "tiny-qwen3": _tiny("qwen3", qk_norm=True),
+    "tiny-moe": _tiny("qwen3_moe", qk_norm=True, num_experts=8, experts_per_token=2, expert_size=64),
     "tiny-gpt2": replace(_gpt(2, 64, 4, 512), vocab_size=512),
     "smollm2-135m": _smollm2(30, 576, 9, 3, 1536, 100000.0),
     "smollm2-360m": _smollm2(32, 960, 15, 5, 2560, 100000.0),
@@ -135,8 +151,12 @@ PRESETS: dict[str, ModelSpec] = {
     "qwen3-8b": _qwen3(36, 4096, 32, 12288),
     "qwen3-14b": _qwen3(40, 5120, 40, 17408),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600),
+    "qwen3-30b-a3b": _qwen3_moe(48, 2048, 32, 6144, 768),
+    "qwen3-235b-a22b": _qwen3_moe(94, 4096, 64, 12288, 1536),
     "mistral-7b": _mistral(32, 4096, 32000, 32768, 10000.0, 4096),
     "mistral-nemo-12b": _mistral(40, 5120, 131072, 131072, 1e6, None),
+    "mixtral-8x7b": _mixtral(32, 4096, 32, 14336, 32000, 32768),
+    "mixtral-8x22b": _mixtral(56, 6144, 48, 16384, 32000, 65536),
     "gpt2": _gpt(12, 768, 12),
     "gpt2-medium": _gpt(24, 1024, 16),
     "gpt2-large": _gpt(36, 1280, 20),

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from danlu.base.errors import UserError
 
-FamilyName = Literal["llama", "qwen", "qwen2", "qwen3", "mistral", "gpt2"]
+FamilyName = Literal["llama", "qwen", "qwen2", "qwen3", "mistral", "gpt2", "mixtral", "qwen3_moe"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class ModelSpec:
         num_heads: query heads N.
         num_kv_heads: key/value heads G; N is a multiple of G.
         head_dim: head width H; N * H need not equal D.
-        mlp_size: MLP width F.
+        mlp_size: MLP width F of dense layers, and of the experts where they have no width of their own.
         vocab_size: embedding rows V as stored, padding rows included (not the tokenizer's length).
         max_positions: tokens the model was made for; rows of the position table where positions are learned.
         norm: which normalisation; always before attention, before the MLP and at the end.
@@ -102,6 +102,12 @@ class ModelSpec:
         sliding_layers: the layers that use the window; None means all of them.
         eval_max_positions: longest input in tokens for which the family's published inference code adds no length
             extrapolation (first Qwen: dynamic NTK and log-n attention); longer inputs are refused outside training.
+        num_experts: MLPs E that a token can be sent to; None is a dense model.
+        experts_per_token: experts K that each token is sent to.
+        expert_size: MLP width of an expert; None is ``mlp_size``.
+        dense_layers: layers that have one MLP instead of experts; None means none of them.
+        normalize_top_k: the weights of a token's K experts add up to 1 (softmax over their K logits) instead of being
+            their share among all E.
     """
 
     family: FamilyName
@@ -129,6 +135,11 @@ class ModelSpec:
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] | None = None
     eval_max_positions: int | None = None
+    num_experts: int | None = None
+    experts_per_token: int | None = None
+    expert_size: int | None = None
+    dense_layers: tuple[int, ...] | None = None
+    normalize_top_k: bool = True
 
     @property
     def longest_input(self) -> int:
@@ -138,6 +149,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         self.check_sizes()
         self.check_choices()
+        self.check_experts()
 
     def check_sizes(self) -> None:
         """Raise `UserError` where a size is not a positive whole number or heads do not divide."""
@@ -151,10 +163,7 @@ class ModelSpec:
             "vocab_size",
             "max_positions",
         ]
-        for name in sizes:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError("a model size must be a positive whole number", seen=f"{name} = {value!r}")
+        self._check_positive(*sizes)
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 "every key/value head must serve the same number of query heads",
@@ -169,6 +178,12 @@ class ModelSpec:
             raise UserError("the norm's epsilon must be positive", seen=f"norm_eps = {self.norm_eps}")
         if not self.rope_theta > 1:
             raise UserError("the rotary base must be above 1", seen=f"rope_theta = {self.rope_theta}")
+
+    def _check_positive(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserError("a model size must be a positive whole number", seen=f"{name} = {value!r}")
 
     def check_choices(self) -> None:
         """Raise `UserError` where two choices exclude each other, so that none is silently without effect."""
@@ -188,6 +203,48 @@ class ModelSpec:
                     legal=f"0 .. {self.num_layers - 1}",
                 )
 
+    def check_experts(self) -> None:
+        """Raise `UserError` where the experts' sizes are impossible, or given for a dense model."""
+        given = {name: getattr(self, name) for name in ("experts_per_token", "expert_size", "dense_layers")}
+        if self.num_experts is None:
+            left = [f"{name} = {value}" for name, value in given.items() if value is not None]
+            if left := left + ([] if self.normalize_top_k else ["normalize_top_k = False"]):
+                raise UserError("a model without experts has no sizes of experts", seen=", ".join(left))
+            return
+        self._check_positive(
+            "num_experts", "experts_per_token", *(["expert_size"] if self.expert_size is not None else [])
+        )
+        if cast(int, self.experts_per_token) > self.num_experts:
+            raise UserError(
+                "a token cannot be sent to more experts than there are",
+                seen=f"experts_per_token = {self.experts_per_token}, num_experts = {self.num_experts}",
+            )
+        if not self.gated_mlp or self.mlp_bias:
+            raise UserError(
+                "experts are gated and without bias", seen=f"gated_mlp = {self.gated_mlp}, mlp_bias = {self.mlp_bias}"
+            )
+        dense = self.dense_layers or ()
+        if any(not 0 <= layer < self.num_layers for layer in dense) or len(set(dense)) == self.num_layers:
+            raise UserError(
+                "the dense layers do not exist, or leave no layer with experts",
+                seen=f"dense_layers = {dense}",
+                legal=f"some of 0 .. {self.num_layers - 1}",
+            )
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Layers that have experts."""
+        return sum(self.has_experts(layer) for layer in range(self.num_layers))
+
+    @property
+    def expert_width(self) -> int:
+        """MLP width F of one expert."""
+        return self.expert_size or self.mlp_size
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether ``layer`` sends its tokens to experts."""
+        return self.num_experts is not None and layer not in (self.dense_layers or ())
+
     def window(self, layer: int) -> int | None:
         """Return the attention window of ``layer`` in tokens, or None where it sees its whole document."""
         return self.sliding_window if self.sliding_layers is None or layer in self.sliding_layers else None
@@ -199,7 +256,7 @@ class ModelSpec:
         if self.positions == "learned":
             shapes["position_embedding.weight"] = (self.max_positions, width)
         for layer in range(self.num_layers):
-            for name, shape in self._block_shapes().items():
+            for name, shape in self._block_shapes(experts=self.has_experts(layer)).items():
                 shapes[f"blocks.{layer}.{name}"] = shape
         shapes |= self._norm_shapes("final_norm", width)
         if not self.tied_embeddings:
@@ -208,17 +265,31 @@ class ModelSpec:
 
     def num_parameters(self) -> int:
         """Return the exact number of parameters; tied embeddings count once."""
-        block = sum(math.prod(shape) for shape in self._block_shapes().values())
+        return self._count(self.num_experts or 0)
+
+    def num_active_parameters(self) -> int:
+        """Return the parameters that one token passes through: of the experts only its K."""
+        return self._count(self.experts_per_token or 0)
+
+    def _count(self, num_experts: int) -> int:
+        """Return the number of parameters with ``num_experts`` experts in each layer that has some."""
+        sparse = self.num_expert_layers
+        blocks = (self.num_layers - sparse) * sum(map(math.prod, self._block_shapes(experts=False).values()))
+        if sparse:
+            shapes = self._block_shapes(experts=True).values()
+            blocks += sparse * sum(
+                num_experts * math.prod(shape[1:]) if len(shape) == 3 else math.prod(shape) for shape in shapes
+            )
         norm = sum(math.prod(shape) for shape in self._norm_shapes("final_norm", self.hidden_size).values())
         tables = self.vocab_size * (1 if self.tied_embeddings else 2)
         tables += self.max_positions if self.positions == "learned" else 0
-        return self.num_layers * block + norm + tables * self.hidden_size
+        return blocks + norm + tables * self.hidden_size
 
     def _norm_shapes(self, name: str, width: int) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (width,)}
         return shapes | ({f"{name}.bias": (width,)} if self.norm_bias else {})
 
-    def _block_shapes(self) -> dict[str, tuple[int, ...]]:
+    def _block_shapes(self, *, experts: bool) -> dict[str, tuple[int, ...]]:
         width, heads, groups = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes = self._norm_shapes("attention_norm", width)
         linears = [
@@ -234,9 +305,20 @@ class ModelSpec:
         if self.qk_norm:
             shapes |= {"attention.query_norm.weight": (self.head_dim,), "attention.key_norm.weight": (self.head_dim,)}
         shapes |= self._norm_shapes("mlp_norm", width)
+        if experts:
+            return shapes | self._expert_shapes()
         for name, rows, columns, bias in mlp:
             shapes |= _linear_shapes(name, rows, columns, bias=bias)
         return shapes
+
+    def _expert_shapes(self) -> dict[str, tuple[int, ...]]:
+        num, width, inner = cast(int, self.num_experts), self.hidden_size, self.expert_width
+        return {
+            "mlp.router.weight": (num, width),
+            "mlp.experts.gate.weight": (num, inner, width),
+            "mlp.experts.up.weight": (num, inner, width),
+            "mlp.experts.down.weight": (num, width, inner),
+        }
 
 
 def _linear_shapes(name: str, rows: int, columns: int, *, bias: bool) -> dict[str, tuple[int, ...]]:

@@ -57,7 +57,7 @@ def add_tokens(model: Decoder, *, num_used: int, num_new: int, multiple: int = 8
 @torch.no_grad()
 def untie_head(model: Decoder) -> None:
     """Give a tied model a head of its own, a copy of the embedding; nothing happens where it has one."""
-    if model.head is not None:
+    if model.head is not None or model.embedding is None:
         return
     model.head = Embedding(*model.embedding.weight.shape)
     model.head.weight = nn.Parameter(model.embedding.weight.clone())

@@ -46,6 +46,7 @@ from danlu.model.attention import AttentionPlan, RowPlan
 from danlu.model.cache import KVCache
 from danlu.model.decoder import Decoder
 from danlu.model.documents import count_lengths, count_positions
+from danlu.model.router import RouterRecord, RouterSums
 from danlu.parallel.ring_attention import Blocks, ring_attention, zigzag_chunks
 
 Method = Literal["ulysses", "ring"]
@@ -144,6 +145,32 @@ def apply_context(model: Decoder, group: dist.ProcessGroup, method: Method, *, t
     if group.size() > 1:
         model.plan_attention = plan_part
     return model
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over a group, of which every rank then makes a loss of its own: their gradients are summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = x.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def join_routers(routers: RouterRecord, group: dist.ProcessGroup) -> None:
+    """Make a record of parts of rows one of whole rows: a row's balance is a product of sums over all its tokens."""
+    for layer, sums in routers.layers.items():
+        both_2BE = torch.stack([sums.counts_BE, sums.shares_BE])
+        counts_BE, shares_BE = _Sum.apply(both_2BE, group)
+        routers.layers[layer] = RouterSums(counts_BE.detach(), shares_BE)
+    routers.num_tokens_B = _Sum.apply(routers.num_tokens_B, group)
 
 
 class _PartPlan:

@@ -17,8 +17,8 @@ What the optimizer updates is a list of `Shard`: flat ranges of parameters, with
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from danlu.base.log import log
 
 Named = Sequence[tuple[str, nn.Parameter]]
+LATE = -1
+"""The part of parameters whose gradients several parts of the model add to (a tied table on a pipeline's one rank)."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,15 @@ class Reducer:
         """Surround one backward pass; after the ``last`` one of a step every gradient is the sum over ranks."""
         yield
 
+    def begin(self) -> None:
+        """Announce a pipelined step: many backward passes of many parts, in any order, up to `finish`."""
+
+    def after_backward(self, part: int, *, last: bool) -> None:
+        """Say that a backward pass of one part of the model is complete, and whether it was that part's last."""
+
+    def finish(self) -> None:
+        """End a pipelined step: every gradient is the sum over ranks."""
+
     def shards(self) -> list[Shard]:
         """Return what this rank updates."""
         return [Shard(name, parameter, 0, parameter, 1) for name, parameter in self.parameters]
@@ -76,11 +87,56 @@ class Reducer:
         """Let go of what a forward pass without a backward pass has left whole."""
 
 
+class JointReducer(Reducer):
+    """Several reducers of disjoint parameters, as one: experts are summed over other ranks than the rest."""
+
+    def __init__(self, reducers: Sequence[Reducer]) -> None:
+        super().__init__([entry for reducer in reducers for entry in reducer.parameters])
+        self.reducers = reducers
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Surround one backward pass; after the ``last`` one of a step every gradient is the sum over ranks."""
+        with ExitStack() as stack:
+            for reducer in self.reducers:
+                stack.enter_context(reducer.micro_batch(last=last))
+            yield
+
+    def begin(self) -> None:
+        """Announce a pipelined step."""
+        for reducer in self.reducers:
+            reducer.begin()
+
+    def after_backward(self, part: int, *, last: bool) -> None:
+        """Say that a backward pass of one part is complete."""
+        for reducer in self.reducers:
+            reducer.after_backward(part, last=last)
+
+    def finish(self) -> None:
+        """End a pipelined step."""
+        for reducer in self.reducers:
+            reducer.finish()
+
+    def shards(self) -> list[Shard]:
+        """Return what this rank updates."""
+        return [shard for reducer in self.reducers for shard in reducer.shards()]
+
+    def gather(self) -> None:
+        """Make parameters whole again."""
+        for reducer in self.reducers:
+            reducer.gather()
+
+    def zero(self) -> None:
+        """Forget the gradients."""
+        for reducer in self.reducers:
+            reducer.zero()
+
+
 class Bucket:
     """Neighbouring parameters, and one flat memory for their gradients (of one dtype), padded to ``multiple``."""
 
     def __init__(self, members: Named, multiple: int) -> None:
-        self.members = members
+        self.members, self.part, self.index = members, 0, 0
         self.offsets: list[int] = []
         total = 0
         for _, parameter in members:
@@ -125,9 +181,22 @@ class BucketReducer(Reducer):
     every_micro_batch = False
     """Whether gradients are reduced in every backward pass and not only in the last of a step."""
 
-    def __init__(self, parameters: Named, *, bucket_cap_mb: float, multiple: int = 1) -> None:
-        super().__init__(parameters)
-        self.buckets = plan_buckets(self.parameters, bucket_cap_mb=bucket_cap_mb, multiple=multiple)
+    def __init__(self, parts: Mapping[int, Named], *, bucket_cap_mb: float, multiple: int = 1) -> None:
+        """Plan the buckets.
+
+        Args:
+            parts: parameters by the part of the model (pipeline stage) whose backward pass completes them; `LATE` for
+                those that several add to. Without a pipeline there is one part.
+            bucket_cap_mb: size of a bucket in MiB.
+            multiple: bucket sizes are padded to a multiple of it.
+        """
+        super().__init__([entry for named in parts.values() for entry in named])
+        self.buckets: list[Bucket] = []
+        for part, named in parts.items():
+            trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+            for bucket in plan_buckets(trained, bucket_cap_mb=bucket_cap_mb, multiple=multiple):
+                bucket.part, bucket.index = part, len(self.buckets)
+                self.buckets.append(bucket)
         self._active, self._started = False, 0
         for bucket in self.buckets:
             for _, parameter in bucket.members:
@@ -158,13 +227,25 @@ class BucketReducer(Reducer):
                 self.start(self.buckets[self._started])
                 self._started += 1
             self._active = False
-            self.finish(last=last)
+            self.wait(last=last)
+
+    def after_backward(self, part: int, *, last: bool) -> None:
+        """Begin to reduce the part's buckets, where this pass is one that is reduced."""
+        if last or (self.every_micro_batch and part != LATE):
+            for bucket in self.buckets:
+                if bucket.part == part:
+                    self.start(bucket)
+
+    def finish(self) -> None:
+        """Reduce what several parts added to, and wait for everything."""
+        self.after_backward(LATE, last=True)
+        self.wait(last=True)
 
     def start(self, bucket: Bucket) -> None:
         """Begin to reduce a bucket whose gradients are complete."""
         raise NotImplementedError
 
-    def finish(self, *, last: bool) -> None:
+    def wait(self, *, last: bool) -> None:
         """Wait until all buckets are reduced."""
         raise NotImplementedError
 
@@ -172,8 +253,8 @@ class BucketReducer(Reducer):
 class ReplicaReducer(BucketReducer):
     """Data parallelism: gradients are summed by all-reduce and every rank updates everything."""
 
-    def __init__(self, parameters: Named, group: dist.ProcessGroup, *, bucket_cap_mb: float) -> None:
-        super().__init__(parameters, bucket_cap_mb=bucket_cap_mb)
+    def __init__(self, parts: Mapping[int, Named], group: dist.ProcessGroup, *, bucket_cap_mb: float) -> None:
+        super().__init__(parts, bucket_cap_mb=bucket_cap_mb)
         self.group = group
         self._work: list[dist.Work | None] = []
         self._flats = [bucket.flat() for bucket in self.buckets]
@@ -183,10 +264,10 @@ class ReplicaReducer(BucketReducer):
 
     def start(self, bucket: Bucket) -> None:
         """Begin the all-reduce of one bucket."""
-        flat = self._flats[self._started]
+        flat = self._flats[bucket.index]
         self._work.append(dist.all_reduce(flat, group=self.group, async_op=True))
 
-    def finish(self, *, last: bool) -> None:
+    def wait(self, *, last: bool) -> None:
         """Wait for all of them."""
         for work in self._work:
             if work is not None:
@@ -203,22 +284,22 @@ class ReplicaReducer(BucketReducer):
             flat.zero_()
 
 
-def parameter_hash(model: nn.Module) -> str:
+def parameter_hash(parameters: Named) -> str:
     """Return a hash of all parameters' names, shapes and bytes."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
 @torch.no_grad()
-def check_replicas(model: nn.Module, group: dist.ProcessGroup) -> bool:
+def check_replicas(parameters: Named, group: dist.ProcessGroup) -> bool:
     """Warn where the replicas differ before training, and take those of the group's first rank.
 
     Replicas that start apart stay apart without a word in frameworks that skip this, and only train worse.
     """
-    mine = parameter_hash(model)
+    mine = parameter_hash(parameters)
     hashes: list[str] = [""] * group.size()
     dist.all_gather_object(hashes, mine, group=group)
     different = [rank for rank, other in enumerate(hashes) if other != hashes[0]]
@@ -227,6 +308,6 @@ def check_replicas(model: nn.Module, group: dist.ProcessGroup) -> bool:
             "initial weights differ on data ranks %s; taking those of data rank 0 (were the seeds different?)",
             different,
         )
-        for parameter in model.parameters():
+        for _, parameter in parameters:
             dist.broadcast(parameter.detach(), group=group, group_src=0)
     return not different

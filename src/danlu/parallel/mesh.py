@@ -23,6 +23,23 @@ from danlu.base.layout import AXES, Degrees
 
 
 @dataclass(frozen=True)
+class ExpertGroups:
+    """The same ranks, seen from the experts (`Degrees.expert_shape`).
+
+    Attributes:
+        group: ranks that experts are spread over (ep).
+        reduce_group: ranks that hold the same experts and sum their gradients.
+        shard_group: the part of ``reduce_group`` that ZeRO splits over.
+        replicate_group: ranks with the same part of the same experts.
+    """
+
+    group: dist.ProcessGroup
+    reduce_group: dist.ProcessGroup
+    shard_group: dist.ProcessGroup
+    replicate_group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
 class World:
     """This process's place in the job, its device and the groups that it shares with others.
 
@@ -33,6 +50,9 @@ class World:
         reduce_group: ranks that hold the same parameters and sum their gradients: dp_replicate x dp_shard x cp.
         shard_group: the part of ``reduce_group`` that ZeRO splits over: dp_shard x cp.
         checkpoint_group: all ranks, for the thread that writes checkpoints.
+        experts: the ranks by which experts are spread and reduced; None without expert parallelism.
+        up: all ranks, for a pipeline's messages to later places; None without a pipeline.
+        down: the same to earlier places.
     """
 
     rank: int
@@ -44,6 +64,9 @@ class World:
     reduce_group: dist.ProcessGroup
     shard_group: dist.ProcessGroup
     checkpoint_group: dist.ProcessGroup
+    experts: ExpertGroups | None = None
+    up: dist.ProcessGroup | None = None
+    down: dist.ProcessGroup | None = None
 
     def place(self, axis: str) -> int:
         """Return this rank's index on one axis."""
@@ -70,8 +93,8 @@ class World:
 
     @property
     def counts_losses(self) -> bool:
-        """Whether this rank's losses count: tensor parallel peers compute the same ones, other stages none."""
-        return self.place("tp") == 0 and self.place("pp") == self.degrees.pp - 1
+        """Whether this rank's losses count: tensor parallel peers compute the same ones."""
+        return self.place("tp") == 0
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:
@@ -140,8 +163,22 @@ def _make_world(rank: int, size: int, device: torch.device, degrees: Degrees | N
     shard_group = mesh["dp_shard", "cp"]._flatten("shard").get_group()
     reduce_group = mesh["dp_replicate", "dp_shard", "cp"]._flatten("reduce").get_group()
     checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
+    up, down = (dist.new_group(timeout=timeout), dist.new_group(timeout=timeout)) if degrees.pp > 1 else (None, None)
     assert dist.group.WORLD is not None
-    return World(rank, size, device, degrees, mesh, dist.group.WORLD, reduce_group, shard_group, checkpoint_group)
+    return World(
+        rank, size, device, degrees, mesh, dist.group.WORLD, reduce_group, shard_group, checkpoint_group,
+        _expert_groups(device, degrees), up, down,
+    )  # fmt: skip
+
+
+def _expert_groups(device: torch.device, degrees: Degrees) -> ExpertGroups | None:
+    if degrees.ep == 1:
+        return None
+    names = ("pp", "expert_replicate", "expert_shard", "ep", "tp")
+    mesh = init_device_mesh(device.type, degrees.expert_shape, mesh_dim_names=names)
+    reduce_group = mesh["expert_replicate", "expert_shard"]._flatten("expert_reduce").get_group()
+    shard_group, replicate_group = mesh.get_group("expert_shard"), mesh.get_group("expert_replicate")
+    return ExpertGroups(mesh.get_group("ep"), reduce_group, shard_group, replicate_group)
 
 
 def sum_over(group: dist.ProcessGroup, *values: float) -> list[float]:

@@ -103,6 +103,17 @@ class Piece:
         for starts, view in self.boxes:
             view.copy_(whole[tuple(slice(start, start + size) for start, size in zip(starts, view.shape, strict=True))])
 
+    def __getitem__(self, index: int) -> Piece:
+        """Return this rank's share of ``whole[index]``, such as one expert's matrix; it may be nothing."""
+        share = Piece.__new__(Piece)
+        share.block, share.shape, share.dtype = self.block, self.shape[1:], self.dtype
+        share.boxes = [
+            (starts[1:], view[index - starts[0]])
+            for starts, view in self.boxes
+            if 0 <= index - starts[0] < view.shape[0]
+        ]
+        return share
+
     def to_host(self) -> Piece:
         """Return a copy in host memory, for a writer in the background."""
         copy = Piece.__new__(Piece)

@@ -18,7 +18,7 @@ over the copies: the slow links between copies carry 1/r of the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -33,6 +33,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from danlu.model.decoder import Decoder
 from danlu.parallel.collectives import all_gather, reduce_scatter
 from danlu.parallel.data import Bucket, BucketReducer, Named, Reducer, Shard
+from danlu.parallel.expert import expert_modules
 
 _IN_FLIGHT = 2
 """Buckets whose gradients may be under way at once under ZeRO-2; more would hold more memory than they hide."""
@@ -42,18 +43,18 @@ class ShardedReducer(BucketReducer):
     """ZeRO-1: gradients whole until the last backward pass of a step, the optimizer's state split."""
 
     def __init__(
-        self, parameters: Named, shard_group: dist.ProcessGroup, replicate_group: dist.ProcessGroup, *,
+        self, parts: Mapping[int, Named], shard_group: dist.ProcessGroup, replicate_group: dist.ProcessGroup, *,
         bucket_cap_mb: float,
     ) -> None:  # fmt: skip
         """Take hold of the parameters: they become views of flat memory.
 
         Args:
-            parameters: names and parameters, with their values in place.
+            parts: parameters as in `BucketReducer`, with their values in place.
             shard_group: ranks that split.
             replicate_group: ranks with the same part in other copies.
             bucket_cap_mb: size of a bucket in MiB.
         """
-        super().__init__(parameters, bucket_cap_mb=bucket_cap_mb, multiple=shard_group.size())
+        super().__init__(parts, bucket_cap_mb=bucket_cap_mb, multiple=shard_group.size())
         self.group, self.replicate_group = shard_group, replicate_group
         self.copies = replicate_group.size()
         self.values, self.parts = [bucket.flat() for bucket in self.buckets], [self._part(b) for b in self.buckets]
@@ -76,10 +77,10 @@ class ShardedReducer(BucketReducer):
 
     def start(self, bucket: Bucket) -> None:
         """Begin the reduce-scatter of one bucket."""
-        index = self._started
+        index = bucket.index
         self._work.append(reduce_scatter(self.parts[index], self._gradients[index], self.group, wait=False))
 
-    def finish(self, *, last: bool) -> None:
+    def wait(self, *, last: bool) -> None:
         """Wait for all buckets, and sum over the copies after the last backward pass."""
         _wait(self._work)
         if last and self.copies > 1:
@@ -127,7 +128,7 @@ class ShardedGradientReducer(ShardedReducer):
             if parameter.grad is not None:
                 view.copy_(parameter.grad)
                 parameter.grad = None
-        part = self.parts[self._started]
+        part = self.parts[bucket.index]
         fresh = torch.empty_like(part)
         self._under_way.append((part, fresh, flat, reduce_scatter(fresh, flat, self.group, wait=False)))
         self._take(_IN_FLIGHT)
@@ -138,10 +139,10 @@ class ShardedGradientReducer(ShardedReducer):
             _wait([work])
             part += fresh
 
-    def finish(self, *, last: bool) -> None:
+    def wait(self, *, last: bool) -> None:
         """Add what is under way."""
         self._take(0)
-        super().finish(last=last)
+        super().wait(last=last)
 
     def zero(self) -> None:
         """Set the parts to zero."""
@@ -163,64 +164,82 @@ class FullShardReducer(Reducer):
     is larger than a block or one table of V x D. The head (and an embedding that is tied to it) belongs to the root:
     the objective reads it after the forward pass, so it stays whole until the backward pass has used it.
 
-    Gradients are summed in fp32, not averaged, in every backward pass; over the copies (HSDP) in the last one.
+    Gradients are summed in fp32, not averaged, in every backward pass; over the copies (HSDP) in the last one. In a
+    pipelined step parameters and gradients stay whole from a part's first pass to its last, and are reduced once: many
+    micro-batches are under way, and gathering for each of them again would cost more than it saves.
     """
 
     def __init__(
-        self, model: Decoder, shard_group: dist.ProcessGroup, replicate_group: dist.ProcessGroup, *,
+        self, parts: Mapping[int, Decoder], shard_group: dist.ProcessGroup, replicate_group: dist.ProcessGroup, *,
         reshard_after_forward: bool, prefetch: int, device: torch.device,
+        expert_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
     ) -> None:  # fmt: skip
-        """Split ``model`` (on meta) in place, then give memory to what is left of it here; the values are to be filled.
+        """Split the model (on meta) in place, then give memory to what is left of it here; the values are to be filled.
 
         Args:
-            model: the decoder, after tensor parallelism.
+            parts: the decoder, or this rank's pipeline stages, after tensor parallelism.
             shard_group: ranks that split.
             replicate_group: ranks with the same part in other copies.
             reshard_after_forward: free a block's whole parameters after its forward pass and gather them again for the
                 backward pass; False keeps them (less communication, more memory).
             prefetch: blocks to gather ahead of the one at work.
             device: where the parameters are to live.
+            expert_groups: shard and replicate group of the experts, where these are spread over ranks; each layer's are
+                then a unit of their own.
         """
         self.copies = replicate_group.size()
         mesh = _shard_mesh(shard_group, replicate_group, device.type)
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-        blocks = list(model.blocks)
-        if model.head is not None:
-            fully_shard(model.embedding, reshard_after_forward=reshard_after_forward, **options)
-        for block in blocks[:-1]:
-            fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
-        fully_shard([blocks[-1], model.final_norm], reshard_after_forward=reshard_after_forward, **options)
-        fully_shard(model, reshard_after_forward=False, **options)
-        self.model = model
-        for module in _units(model):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-        split = cast(list[FSDPModule], blocks)
-        for index, unit in enumerate(split):
-            unit.set_modules_to_forward_prefetch(split[index + 1 : index + 1 + prefetch])
-            unit.set_modules_to_backward_prefetch(split[max(0, index - prefetch) : index][::-1])
-        model.to_empty(device=device)
-        super().__init__(list(model.named_parameters()))
+        self.models = parts
+        lends_head = any(model.borrowed_head for model in parts.values())
+        for model in parts.values():
+            if expert_groups is not None:
+                spread = {**options, "mesh": _shard_mesh(*expert_groups, device.type)}
+                for experts in expert_modules(model):
+                    fully_shard(experts, reshard_after_forward=reshard_after_forward, **spread)
+            _split(model, options, reshard_after_forward=reshard_after_forward, prefetch=prefetch, lends=lends_head)
+            model.to_empty(device=device)
+        super().__init__([entry for model in parts.values() for entry in model.named_parameters()])
         self._shards: list[Shard] = []
+
+    def begin(self) -> None:
+        """Keep parameters and gradients whole until `after_backward` says otherwise."""
+        for model in self.models.values():
+            _set_sync(model, False)
+
+    def after_backward(self, part: int, *, last: bool) -> None:
+        """Reduce a part's gradients after its last pass."""
+        if last:
+            _set_sync(self.models[part], True)
+            _reduce_now(self.models[part])
+
+    def finish(self) -> None:
+        """Hand the reduced gradients to the shards."""
+        self._attach()
 
     def release(self) -> None:
         """Let go of what a forward pass without a backward pass has left whole."""
-        for unit in _units(self.model):
-            unit.reshard()
+        for model in self.models.values():
+            for unit in _units(model):
+                unit.reshard()
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Surround one backward pass; after the ``last`` one of a step every gradient is the sum over ranks."""
         if self.copies > 1:
-            cast(FSDPModule, self.model).set_requires_all_reduce(last)
+            for model in self.models.values():
+                cast(FSDPModule, model).set_requires_all_reduce(last)
         yield
         if last:
-            for shard in self._shards:
-                gradient = shard.parameter.grad
-                shard.values.grad = (
-                    torch.zeros_like(shard.values) if gradient is None else local_range(gradient)[0].view(-1)
-                )
+            self._attach()
+
+    def _attach(self) -> None:
+        for shard in self._shards:
+            gradient = shard.parameter.grad
+            shard.values.grad = (
+                torch.zeros_like(shard.values) if gradient is None else local_range(gradient)[0].view(-1)
+            )
 
     def shards(self) -> list[Shard]:
         """Return this rank's rows of every parameter, each as a flat range."""
@@ -229,7 +248,8 @@ class FullShardReducer(Reducer):
             local, first = local_range(parameter)
             if local.numel():
                 values = local.detach().view(-1).requires_grad_()
-                self._shards.append(Shard(name, parameter, first, values, self.copies))
+                copies = parameter.device_mesh.size(0) if parameter.device_mesh.ndim > 1 else 1  # type: ignore[attr-defined]
+                self._shards.append(Shard(name, parameter, first, values, copies))
         return self._shards
 
     def zero(self) -> None:
@@ -237,6 +257,46 @@ class FullShardReducer(Reducer):
         super().zero()
         for shard in self._shards:
             shard.values.grad = None
+
+
+def _split(model: Decoder, options: dict[str, Any], *, reshard_after_forward: bool, prefetch: int, lends: bool) -> None:
+    """Make the units of one part. A table that another part's head borrows stays whole from forward to backward."""
+    if model.embedding is not None and (model.head is not None or not model.is_last):
+        fully_shard(model.embedding, reshard_after_forward=reshard_after_forward and not lends, **options)
+    blocks = list(model.blocks)
+    for block in blocks[:-1]:
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+    end: list[nn.Module] = [blocks[-1]] if model.final_norm is None else [blocks[-1], model.final_norm]
+    fully_shard(end, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+    for unit in _units(model):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    split = cast(list[FSDPModule], blocks)
+    for index, unit in enumerate(split):
+        unit.set_modules_to_forward_prefetch(split[index + 1 : index + 1 + prefetch])
+        unit.set_modules_to_backward_prefetch(split[max(0, index - prefetch) : index][::-1])
+
+
+def _set_sync(model: Decoder, on: bool) -> None:
+    root = cast(FSDPModule, model)
+    root.set_is_last_backward(on)
+    root.set_reshard_after_backward(on)
+    root.set_requires_gradient_sync(on)
+
+
+def _reduce_now(model: Decoder) -> None:
+    """Do what FSDP2 does at the end of a backward pass, for gradients that were complete only after it.
+
+    torch's own pipelining calls the same two functions; there is no public name for them.
+    """
+    root = FSDPModule._get_fsdp_state(cast(FSDPModule, model))
+    for state in root._state_ctx.all_states:
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.11 has one a state
+        for group in groups:
+            if group is not None:
+                group.post_backward()
+    root._root_post_backward_final_callback()
 
 
 def _units(model: nn.Module) -> list[FSDPModule]:

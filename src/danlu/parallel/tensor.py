@@ -27,7 +27,7 @@ The model is on meta or materialised; parameters are replaced by local ones, uni
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,10 @@ from torch import Tensor, nn
 from danlu.base.errors import RunError
 from danlu.model.decoder import Block as DecoderBlock
 from danlu.model.decoder import Decoder, Embedding
+from danlu.model.experts import MoE
 from danlu.model.linear import Linear
+from danlu.model.mlp import MLP
+from danlu.model.router import RouterRecord
 from danlu.parallel.collectives import all_gather, reduce_scatter
 from danlu.parallel.placement import Block
 
@@ -112,8 +115,8 @@ class Region:
     def __init__(self, group: dist.ProcessGroup, *, sp: bool) -> None:
         self.group, self.sp = group, sp
         self.rank, self.size = group.rank(), group.size()
-        self.own_heads: dict[Tensor, Literal["kv", "norm"]] = {}
-        """Parameters that may be whole on several ranks and still see only the own heads of each."""
+        self.kinds: dict[Tensor, Literal["kv", "head_norm", "router"]] = {}
+        """Parameters that may be whole on several ranks, and need a word on whose gradient is whose."""
 
     def enter(self, x_BSD: Tensor) -> Tensor:
         """Return x for every rank, the whole sequence; the backward pass sums the ranks' gradients."""
@@ -141,7 +144,7 @@ class RowLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [B, S, out] (S / tp under sp) for ``x`` [B, S, in / tp]."""
-        y = self.region.leave(F.linear(x, self.weight.to(x.dtype)))
+        y = self.region.leave(self.product(x))
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
@@ -160,6 +163,49 @@ class VocabularyEmbedding(Embedding):
         return self.region.leave(found.masked_fill(foreign.unsqueeze(-1), 0.0))
 
 
+class _Scale(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+class TensorMoE(MoE):
+    """Experts whose width F is split, as an MLP's is; every rank routes all tokens, and finds the same.
+
+    A rank's expert outputs are parts of a sum, so what reaches the routing weights is a part too: it is summed there,
+    once. The router's own gradient (and what it passes on to the hidden states) is then whole on every rank; at the
+    door, where the ranks' gradients are summed, each brings its share of it.
+    """
+
+    def __init__(self, moe: MoE, region: Region) -> None:
+        nn.Module.__init__(self)
+        self.region, self.router, self.experts, self.dispatch = region, moe.router, moe.experts, moe.dispatch
+        self.layer, self.num_experts, self.experts_per_token = moe.layer, moe.num_experts, moe.experts_per_token
+        self.normalize = moe.normalize
+        for linear in (self.experts.gate, self.experts.up):
+            num_experts, rows, width = linear.weight.shape
+            linear.weight = nn.Parameter(linear.weight.new_empty(num_experts, rows // region.size, width))
+        num_experts, width, rows = self.experts.down.weight.shape
+        weight_EDF = self.experts.down.weight.new_empty(num_experts, width, rows // region.size)
+        self.experts.down.weight = nn.Parameter(weight_EDF)
+        self.experts.inner = rows // region.size
+
+    def forward(self, hidden_BSD: Tensor, routers: RouterRecord | None = None) -> Tensor:
+        """See `MoE.forward`; S / tp tokens in and out under sp."""
+        hidden_BSD = self.region.enter(hidden_BSD)
+        hidden_TD = hidden_BSD.flatten(0, 1)
+        experts_TK, weights_TK = self.choose(_Scale.apply(hidden_TD, 1 / self.region.size), routers)
+        weights_TK = _Enter.apply(weights_TK, self.region.group)
+        return self.region.leave(self.mix(hidden_TD, experts_TK, weights_TK).view_as(hidden_BSD))
+
+
 def apply_tensor(model: Decoder, group: dist.ProcessGroup, *, sp: bool) -> dict[str, Block]:
     """Split ``model`` over ``group`` in place and return every parameter's block.
 
@@ -174,17 +220,18 @@ def apply_tensor(model: Decoder, group: dist.ProcessGroup, *, sp: bool) -> dict[
         return {name: Block.of(parameter.shape) for name, parameter in model.named_parameters()}
     whole = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     region = Region(group, sp=sp)
-    with torch.device(model.embedding.weight.device):
+    with torch.device(next(model.parameters()).device):
         for block in model.blocks:
-            _split_block(cast(DecoderBlock, block), region)
+            _split_block(block, region)
         rows = -(-model.spec.vocab_size // region.size)
-        model.embedding = VocabularyEmbedding(rows, model.spec.hidden_size, region)
+        if model.embedding is not None:
+            model.embedding = VocabularyEmbedding(rows, model.spec.hidden_size, region)
         if model.head is not None:
             model.head = Embedding(rows, model.spec.hidden_size)
     if sp and model.position_embedding is not None:
         model.position_embedding.register_forward_pre_hook(_own_tokens(region))
-    # a copy and no view: FSDP2 hangs its hooks on what its modules return
-    model.final_norm.register_forward_hook(lambda _module, _args, y: region.enter(y) if sp else region.enter(y).clone())
+    if model.final_norm is not None:  # a copy and no view: FSDP2 hangs its hooks on what its modules return
+        model.final_norm.register_forward_hook(lambda _m, _args, y: region.enter(y) if sp else region.enter(y).clone())
     parameters = dict(model.named_parameters())
     return {name: _place(shape, parameters[name], region, model.spec.num_kv_heads) for name, shape in whole.items()}
 
@@ -198,19 +245,28 @@ def _own_tokens(region: Region) -> Callable[[nn.Module, tuple[Any, ...]], tuple[
 
 
 def _split_block(block: DecoderBlock, region: Region) -> None:
-    attention, mlp = block.attention, block.mlp
-    for linear in (attention.query, mlp.gate, mlp.up):
-        if linear is not None:
-            _set_rows(linear, linear.out_features // region.size)
+    attention = block.attention
+    _set_rows(attention.query, attention.query.out_features // region.size)
     for linear in (attention.key, attention.value):
         _set_rows(linear, max(linear.out_features // region.size, attention.head_dim))
-        region.own_heads |= dict.fromkeys(linear.parameters(), "kv")
+        region.kinds |= dict.fromkeys(linear.parameters(), "kv")
     for norm in (attention.query_norm, attention.key_norm):
         if norm is not None:
-            region.own_heads[norm.weight] = "norm"
+            region.kinds[norm.weight] = "head_norm"
     attention.output = RowLinear(attention.output, region)
-    mlp.down = RowLinear(mlp.down, region)
     attention.register_forward_pre_hook(_entering(region))
+    if isinstance(block.mlp, MoE):
+        region.kinds[block.mlp.router.weight] = "router"
+        block.mlp = TensorMoE(block.mlp, region)
+    else:
+        _split_mlp(block.mlp, region)
+
+
+def _split_mlp(mlp: MLP, region: Region) -> None:
+    for linear in (mlp.gate, mlp.up):
+        if linear is not None:
+            _set_rows(linear, linear.out_features // region.size)
+    mlp.down = RowLinear(mlp.down, region)
     mlp.register_forward_pre_hook(_entering(region))
 
 
@@ -228,9 +284,10 @@ def _set_rows(linear: Linear, rows: int) -> None:
 def _place(whole: tuple[int, ...], parameter: Tensor, region: Region, num_kv_heads: int) -> Block:
     """Return the block of one parameter: the dimension in which local and whole differ is the one that is split."""
     local = tuple(parameter.shape)
-    kind = region.own_heads.get(parameter)
+    kind = region.kinds.get(parameter)
     if local == whole:
-        return Block.of(whole, copies=region.size, partial=region.sp or kind is not None)
+        partial = kind != "router" and (region.sp or kind is not None)
+        return Block.of(whole, copies=region.size, partial=partial)
     dim = next(dim for dim, (left, right) in enumerate(zip(whole, local, strict=True)) if left != right)
     copies = max(1, region.size // num_kv_heads) if kind == "kv" else 1
     start = min(whole[dim], region.rank // copies * local[dim])

@@ -30,9 +30,16 @@ class ScoreRow:
 
     name: str
     kind: str
-    questions: int
+    questions: tuple[int, ...]
+    """How many each evaluation asked that asked any."""
     majority: float
     cells: tuple[Cell, ...]
+
+    @property
+    def number(self) -> str:
+        """The count of questions, or one count per evaluation where they differ."""
+        shown = self.questions[:1] if len(set(self.questions)) == 1 else self.questions
+        return " / ".join(f"{count:,}" for count in shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +133,7 @@ def _build_table(file: str, evaluations: Sequence[Evaluation]) -> ScoreTable:
             ScoreRow(
                 name=name,
                 kind=kind,
-                questions=last["questions"],
+                questions=tuple(score["questions"] for score in cells if score is not None),
                 majority=last["majority"]["value"],
                 cells=tuple(
                     Cell(score["strict"], score["normalized"]) if score else Cell(None, None) for score in cells
@@ -172,7 +179,7 @@ def score_table(folder: Path) -> str:
             for number, row in enumerate(scores.rows):
                 cells = [_cell_text(cell) for cell in row.cells]
                 last = number + 1 == len(scores.rows) or scores.rows[number + 1].kind != row.kind
-                shown = (row.name, f"{row.questions:,}", f"{row.majority:.3f}", *cells)
+                shown = (row.name, row.number, f"{row.majority:.3f}", *cells)
                 table.add_row(*shown, end_section=last)
             console.print(table, markup=False)
         for evaluation in story.evaluations:

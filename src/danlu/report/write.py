@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from danlu.base.folders import check_folder
 from danlu.report.chart import Chart, Point, format_number, plan_chart
 from danlu.report.read import Record, Run, Story, read_story
 from danlu.report.scores import build_score_tables, describe_rate, score_x
@@ -66,6 +67,7 @@ def write_report(folder: Path) -> Path:
         duration=format_duration,
     )
     path = folder / "report.html"
+    check_folder(folder, where="report")
     temporary = folder / "report.html.partial"
     temporary.write_text(page, encoding="utf-8", newline="\n")
     os.replace(temporary, path)

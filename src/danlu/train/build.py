@@ -6,40 +6,55 @@ Functions here are the only ones that read the config and hand plain values to t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from danlu.base.devices import peak_flops
 from danlu.base.errors import UserError
-from danlu.base.layout import Degrees, check_tensor
+from danlu.base.layout import Degrees, check_expert, check_tensor
 from danlu.checkpoint.convert import fill_from_hf, load_hf
 from danlu.checkpoint.hub import local_folder, resolve_model
 from danlu.checkpoint.store import Checkpoint
-from danlu.config.rules import micro_batch_size, size_overrides
+from danlu.config.rules import (
+    check_experts,
+    micro_batch_size,
+    router_balance,
+    size_overrides,
+)
 from danlu.config.schema import Config, ModelSection
 from danlu.data.batch import MicroBatch, pad_length
 from danlu.data.dataset import PackedDataset, RowSource
 from danlu.data.loader import Loader
 from danlu.data.order import split_rows
 from danlu.model.decoder import Decoder, initial_value
+from danlu.model.families import hf_from_spec
 from danlu.model.flops import train_flops_per_token
 from danlu.model.presets import PRESETS
 from danlu.model.spec import ModelSpec
 from danlu.objective.cross_entropy import CrossEntropy, Objective, VocabularyShard
-from danlu.parallel.context import apply_context, check_context, row_multiple, split_batch
-from danlu.parallel.data import Reducer, ReplicaReducer, check_replicas
+from danlu.parallel.context import apply_context, check_context, join_routers, row_multiple, split_batch
+from danlu.parallel.data import LATE, JointReducer, Named, Reducer, ReplicaReducer, check_replicas
+from danlu.parallel.expert import apply_expert, expert_modules
 from danlu.parallel.mesh import World
+from danlu.parallel.pipeline import Channels, Pipeline
 from danlu.parallel.placement import Block, Piece
+from danlu.parallel.schedule import schedule_facts
 from danlu.parallel.shard import FullShardReducer, ShardedGradientReducer, ShardedReducer, local_range
+from danlu.parallel.stages import plan_stages
 from danlu.parallel.tensor import apply_tensor
+from danlu.train.forward import Forward
 from danlu.train.load import DTYPES, fill_from_checkpoint, find_checkpoint, spec_from_record
 from danlu.train.metrics import Rates
 from danlu.train.optimizer import HybridOptimizer, can_fuse
-from danlu.train.step import Forward
+
+TABLE = "embedding.weight"
+"""The parameter that tied embeddings share."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +67,14 @@ class Start:
 
 def check_layout(config: Config, spec: ModelSpec, degrees: Degrees, sequence_length: int) -> None:
     """Raise `UserError` where this model, or its rows, cannot be laid out so."""
-    check_tensor(degrees.tp, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, mlp_size=spec.mlp_size)
+    for width in {spec.mlp_size, spec.expert_width if spec.num_experts else spec.mlp_size}:
+        check_tensor(degrees.tp, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, mlp_size=width)
     if degrees.cp > 1:
         heads = (spec.num_heads // degrees.tp, max(1, spec.num_kv_heads // degrees.tp))
         check_context(config.parallel.cp_method, degrees.cp, *heads)
     multiple = length_multiple(config, degrees)
+    plan_layers(config, spec, degrees, sequence_length)
+    check_expert(degrees, num_experts=spec.num_experts, zero=config.parallel.zero)
     padded = -(-sequence_length // multiple) * multiple
     if spec.positions == "learned" and padded > spec.max_positions:
         raise UserError(
@@ -115,9 +133,12 @@ def plan_start(model: ModelSection, sources: Sequence[PackedDataset], held_out: 
                 seen=model.name,
                 hint="name an HF folder, a run folder, a GGUF file or a hub id",
             )
+    check_experts(model, spec.num_experts)
     changes = size_overrides(model)
     if model.init == "random" or weights is None:
         spec, weights = dataclasses.replace(spec, **_consistent(changes)), None
+        if changes:
+            hf_from_spec(spec)  # sizes that no config.json of the family can say are refused before training
     elif changes:
         raise UserError(
             "a pretrained model keeps its sizes",
@@ -150,7 +171,10 @@ def _check_fit(spec: ModelSpec, sources: Sequence[PackedDataset], max_positions:
             raise UserError(
                 "the rows are longer than the model's positions",
                 where=str(source.folder),
-                seen=f"rows of {source.sequence_length} tokens, {max_positions} positions",
+                seen=f"rows of {source.sequence_length} tokens",
+                legal=f"at most {max_positions} positions",
+                hint=f"build the data with sequence_length = {max_positions}, or raise model.max_positions of a model "
+                "from scratch",
             )
 
 
@@ -169,47 +193,114 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 class Built:
     """A model on this rank, ready to train."""
 
-    model: Decoder
-    """This rank's part of it."""
+    parts: Mapping[int, Decoder]
+    """This rank's pipeline stages; the whole model, as stage 0, where there is no pipeline."""
     blocks: Mapping[str, Block]
     """Where each of its parameters lies in the whole model, before ZeRO."""
     reducer: Reducer
     """Sums gradients over ranks."""
+    pipeline: Pipeline | None
+    """Runs the stages."""
 
     def pieces(self) -> dict[str, Piece]:
         """Return FQN -> what this rank holds of the whole parameter (live)."""
-        return model_pieces(self.model, self.blocks)
+        return model_pieces(self.parts, self.blocks)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The whole model's shape."""
+        return next(iter(self.parts.values())).spec
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the activations."""
+        return next(iter(self.parts.values())).compute_dtype
 
 
-def model_pieces(model: Decoder, blocks: Mapping[str, Block]) -> dict[str, Piece]:
+def model_pieces(parts: Mapping[int, Decoder], blocks: Mapping[str, Block]) -> dict[str, Piece]:
     """Return FQN -> what this rank holds of the whole parameter (live)."""
-    return {name: Piece(blocks[name], *local_range(parameter)) for name, parameter in model.named_parameters()}
+    return {name: Piece(blocks[name], *local_range(parameter)) for name, parameter in named_parameters(parts)}
 
 
-def build_model(config: Config, start: Start, world: World) -> Built:
+def named_parameters(parts: Mapping[int, Decoder]) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters of all parts, each once."""
+    return [entry for part in parts.values() for entry in part.named_parameters()]
+
+
+def build_model(config: Config, start: Start, world: World, sequence_length: int) -> Built:
     """Return this rank's part of the model, filled, and what reduces its gradients."""
     parallel, dtype = config.parallel, pick_dtype(config.precision.compute_dtype, world.device)
     shard_group, copies = world.shard_group, world.axis_group("dp_replicate")
+    pipeline = build_pipeline(config, world)
+    layers = plan_layers(config, start.spec, world.degrees, sequence_length)
+    held = [0] if pipeline is None else pipeline.stages
+    blocks: dict[str, Block] = {}
     with torch.device("meta"):  # a shape without memory, so that what splits it later never sees the whole
-        model = Decoder(start.spec, compute_dtype=dtype, dropout=config.model.dropout)
-    # tensor parallelism first: it changes the parameters' shapes, which everything after it takes as they are
-    blocks = apply_tensor(model, world.axis_group("tp"), sp=parallel.sp)
-    if world.degrees.cp > 1:
-        apply_context(model, world.axis_group("cp"), parallel.cp_method, tensor_degree=world.degrees.tp)
+        parts = {
+            stage: Decoder(start.spec, compute_dtype=dtype, dropout=config.model.dropout, layers=layers[stage])
+            for stage in held
+        }
+    for part in parts.values():
+        # tensor parallelism first: it changes the parameters' shapes, which everything after it takes as they are
+        blocks |= apply_tensor(part, world.axis_group("tp"), sp=parallel.sp)
+        if world.experts is not None:
+            blocks = apply_expert(part, blocks, world.experts.group)
+        if world.degrees.cp > 1:
+            apply_context(part, world.axis_group("cp"), parallel.cp_method, tensor_degree=world.degrees.tp)
+    if pipeline is not None:
+        pipeline.adopt(parts)
     reducer: Reducer | None = None
     if parallel.zero == 3:  # while still on meta: no rank ever holds the whole
         reducer = FullShardReducer(
-            model, shard_group, copies, reshard_after_forward=parallel.reshard_after_forward,
+            parts, shard_group, copies, reshard_after_forward=reshards_after_forward(config),
             prefetch=parallel.prefetch, device=world.device,
+            expert_groups=None if world.experts is None else (world.experts.shard_group, world.experts.replicate_group),
         )  # fmt: skip
     else:
-        model.to_empty(device=world.device)
-    _fill(model_pieces(model, blocks), start, world, config.train.seed)
-    model.train()
+        for part in parts.values():
+            part.to_empty(device=world.device)
+    _fill(model_pieces(parts, blocks), start, world, config.train.seed)
+    for part in parts.values():
+        part.train()
     if reducer is None:  # last, because it takes hold of the parameters as they are
-        check_replicas(model, world.reduce_group)
-        reducer = _build_reducer(model, config, world)
-    return Built(model, blocks, reducer)
+        reducer = _build_reducer(parts, config, world)
+    return Built(parts, blocks, reducer, pipeline)
+
+
+def num_virtual_stages(config: Config) -> int:
+    """Return the pipeline stages of each rank."""
+    facts, wanted = schedule_facts(config.parallel.pp_schedule), config.parallel.pp_virtual
+    if wanted is not None and not facts.takes(wanted):
+        raise UserError(
+            f'pp_schedule = "{config.parallel.pp_schedule}" has another number of stages a rank',
+            where="parallel.pp_virtual",
+            seen=wanted,
+            legal=facts.legal_virtual,
+        )
+    return facts.min_virtual if wanted is None else wanted
+
+
+def reshards_after_forward(config: Config) -> bool:
+    """Return whether ZeRO-3 frees a block's whole parameters after its forward pass."""
+    wanted = config.parallel.reshard_after_forward
+    return config.parallel.pp == 1 if wanted is None else wanted
+
+
+def plan_layers(config: Config, spec: ModelSpec, degrees: Degrees, sequence_length: int) -> list[range]:
+    """Return the blocks of each pipeline stage (one stage without a pipeline)."""
+    if degrees.pp == 1:
+        return [range(spec.num_layers)]
+    num_stages = degrees.pp * num_virtual_stages(config)
+    return plan_stages(spec, num_stages, sequence_length=sequence_length, split=config.parallel.pp_split)
+
+
+def build_pipeline(config: Config, world: World) -> Pipeline | None:
+    """Return what runs this rank's stages; None where there is no pipeline."""
+    if world.up is None or world.down is None:
+        return None
+    ranks = tuple(dist.get_process_group_ranks(world.axis_group("pp")))
+    channels = Channels(ranks, world.place("pp"), world.up, world.down)
+    return Pipeline(channels, schedule=config.parallel.pp_schedule, num_virtual=num_virtual_stages(config))
 
 
 @torch.no_grad()
@@ -224,14 +315,39 @@ def _fill(pieces: Mapping[str, Piece], start: Start, world: World, seed: int) ->
             piece.copy_(initial_value(start.spec, name, piece.shape, seed))
 
 
-def _build_reducer(model: Decoder, config: Config, world: World) -> Reducer:
-    named, cap = list(model.named_parameters()), config.parallel.bucket_cap_mb
-    if world.reduce_group.size() == 1:
-        return Reducer(named)
-    if config.parallel.zero == 0 or world.shard_group.size() == 1:
-        return ReplicaReducer(named, world.reduce_group, bucket_cap_mb=cap)
+def _build_reducer(parts: Mapping[int, Decoder], config: Config, world: World) -> Reducer:
+    """Return what sums the gradients of parameters that are in memory; replicas that differ are made equal first."""
+    named = {stage: list(part.named_parameters()) for stage, part in parts.items()}
+    if world.degrees.pp > 1 and next(iter(parts.values())).spec.tied_embeddings:
+        # first and last stage both add to the table; a bucket of its own is cut alike wherever it is
+        table = [entry for each in named.values() for entry in each if entry[0] == TABLE]
+        named = {stage: [entry for entry in each if entry[0] != TABLE] for stage, each in named.items()} | {LATE: table}
+    groups = (world.reduce_group, world.shard_group, world.axis_group("dp_replicate"))
+    spread = world.experts
+    if spread is None:
+        return _reduce_over(named, groups, config)
+    own = {id(value) for part in parts.values() for module in expert_modules(part) for value in module.parameters()}
+    rest = {stage: [entry for entry in each if id(entry[1]) not in own] for stage, each in named.items()}
+    experts = {stage: [entry for entry in each if id(entry[1]) in own] for stage, each in named.items()}
+    expert_groups = (spread.reduce_group, spread.shard_group, spread.replicate_group)
+    return JointReducer([_reduce_over(rest, groups, config), _reduce_over(experts, expert_groups, config)])
+
+
+def _reduce_over(
+    named: Mapping[int, Named],
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup],
+    config: Config,
+) -> Reducer:
+    reduce_group, shard_group, replicate_group = groups
+    everything = [entry for each in named.values() for entry in each]
+    check_replicas(everything, reduce_group)
+    if reduce_group.size() == 1:
+        return Reducer(everything)
+    cap = config.parallel.bucket_cap_mb
+    if config.parallel.zero == 0 or shard_group.size() == 1:
+        return ReplicaReducer(named, reduce_group, bucket_cap_mb=cap)
     kind = ShardedReducer if config.parallel.zero == 1 else ShardedGradientReducer
-    return kind(named, world.shard_group, world.axis_group("dp_replicate"), bucket_cap_mb=cap)
+    return kind(named, shard_group, replicate_group, bucket_cap_mb=cap)
 
 
 def build_objective(config: Config, spec: ModelSpec, world: World) -> Objective:
@@ -248,12 +364,17 @@ def build_forward(config: Config, built: Built, objective: Objective, world: Wor
     def lay_out(batch: MicroBatch) -> MicroBatch:
         return split_batch(batch, place, size, method, tokens) if size > 1 else pad_length(batch, tokens)
 
-    return Forward(built.model, objective, device=world.device, lay_out=lay_out)
+    balance = router_balance(config.model, built.spec.num_experts)
+    join = partial(join_routers, group=world.axis_group("cp")) if size > 1 else (lambda _: None)
+    return Forward(
+        built.parts, objective, device=world.device, lay_out=lay_out, router_balance=balance, join_routers=join,
+        pipeline=built.pipeline, sequence_parts=tokens,
+    )  # fmt: skip
 
 
 def build_optimizer(config: Config, built: Built, world: World) -> HybridOptimizer:
     """Return the optimizer over this rank's shards of the trainable parameters."""
-    wanted, possible = config.optimizer.fused, can_fuse(built.model.parameters())
+    wanted, possible = config.optimizer.fused, can_fuse(parameter for _, parameter in named_parameters(built.parts))
     if wanted == "on" and not possible:
         raise UserError("no fused AdamW for these parameters", where="optimizer.fused", seen="on", legal="auto, off")
     return HybridOptimizer(
@@ -261,6 +382,7 @@ def build_optimizer(config: Config, built: Built, world: World) -> HybridOptimiz
         blocks=built.blocks,
         group=world.group,
         tensor_group=world.axis_group("tp"),
+        tied=find_tied(built),
         learning_rate=config.optimizer.learning_rate,
         beta1=config.optimizer.beta1,
         beta2=config.optimizer.beta2,
@@ -268,6 +390,15 @@ def build_optimizer(config: Config, built: Built, world: World) -> HybridOptimiz
         weight_decay=config.optimizer.weight_decay,
         fused=possible and wanted != "off",
     )
+
+
+def find_tied(built: Built) -> dict[str, Callable[[torch.Tensor], None]]:
+    """Return, on ranks of the first or last stage, the table that both hold and what sums its gradient over the two."""
+    pipeline = built.pipeline
+    if pipeline is None or not built.spec.tied_embeddings:
+        return {}
+    peer = pipeline.other_end()
+    return {} if peer is None else {TABLE: partial(pipeline.channels.sum_with, peer=peer)}
 
 
 def build_loader(config: Config, sources: Sequence[RowSource], world: World, samples_seen: int) -> Loader:

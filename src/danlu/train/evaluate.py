@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from danlu.data.batch import IGNORE
 from danlu.data.dataset import RowSource
 from danlu.data.loader import EvalLoader
 from danlu.parallel.mesh import World, sum_over
-from danlu.train.step import Forward
+from danlu.train.forward import Forward
 
 
 @torch.no_grad()
@@ -38,8 +39,9 @@ def held_out_loss(
         micro_batch_size: sequences per forward pass.
         max_rows: only the first rows of each data set.
     """
-    was_training = forward.model.training
-    forward.model.eval()
+    was_training = forward.is_training
+    forward.set_training(False)
+    together = 1 if forward.pipeline is None else 2 * world.degrees.pp  # so that a pipeline fills
     total, targets, num_bytes, rows = 0.0, 0, 0, 0
     for dataset in datasets:
         loader = EvalLoader(
@@ -50,12 +52,13 @@ def held_out_loss(
             max_rows=max_rows,
             trim_padding=True,
         )
-        for batch in loader:
-            total += float(forward(batch).total)
-            targets += int((batch.labels_BS != IGNORE).sum())
+        rest = iter(loader)
+        while batches := list(islice(rest, together)):
+            total += forward.sum_losses(batches)
+            targets += sum(int((batch.labels_BS != IGNORE).sum()) for batch in batches)
         num_bytes += dataset.target_bytes(np.arange(loader.num_rows))
         rows += loader.num_rows
-    forward.model.train(was_training)
+    forward.set_training(was_training)
     total, count = sum_over(world.group, total if world.counts_losses else 0.0, targets if world.counts_rows else 0)
     loss = total / max(count, 1)
     return {

@@ -36,10 +36,10 @@ from danlu.model.generate import generate
 from danlu.objective.cross_entropy import CrossEntropy
 from danlu.parallel.mesh import World, open_world
 from danlu.train.evaluate import held_out_loss
+from danlu.train.forward import Forward
 from danlu.train.load import TrainedModel, is_run, load_model
 from danlu.train.questions import Asked, QuestionForm, encode_prompts, read_asked, sample_asked
 from danlu.train.scores import Reply, Stratum, final_answer, majority_answers, score_groups, score_replies
-from danlu.train.step import Forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,8 @@ class Answer:
 
 def evaluate(options: EvalOptions, output: Path | None = None) -> dict[str, Any]:
     """Evaluate a model and return (and save) the result.
+
+    What the file holds of the other kind (loss or questions) about the same weights stays in it.
 
     Under torchrun each rank takes its share of rows and questions; all return the same result and rank 0 saves it.
 
@@ -76,9 +78,23 @@ def evaluate(options: EvalOptions, output: Path | None = None) -> dict[str, Any]
         if options.questions is not None:
             result["questions"] = _ask_questions(opened, Path(options.questions), world, options, output)
         if output is not None and world.rank == 0:
-            output.write_text(json.dumps(result, ensure_ascii=False, indent=2, allow_nan=False) + "\n", "utf-8")
+            kept = {**_of_the_same_weights(output, result), **result}
+            output.write_text(json.dumps(kept, ensure_ascii=False, indent=2, allow_nan=False) + "\n", "utf-8")
             log.info("saved %s", output)
     return result
+
+
+def _of_the_same_weights(path: Path, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an earlier evaluation of the same weights left in ``path``, by kind."""
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(before, dict) or any(before.get(key) != result[key] for key in ("step", "dtype")):
+        return {}
+    if Path(str(before.get("model"))).resolve() != Path(result["model"]).resolve():
+        return {}
+    return {kind: before[kind] for kind in ("held_out", "questions") if kind in before}
 
 
 def check_options(options: EvalOptions) -> None:
@@ -110,7 +126,8 @@ def check_same_tokens(opened: TrainedModel, sources: Sequence[PackedDataset]) ->
                 "the rows are longer than the model's positions",
                 where=str(source.folder),
                 seen=f"{int(source.index['num_tokens'].max())} tokens",
-                legal=f"<= {opened.max_tokens}",
+                legal=f"at most {opened.max_tokens}",
+                hint=f"build the data with sequence_length = {opened.max_tokens}",
             )
         if opened.tokenizer_folder is not None and source.manifest["tokenizer_hash"] != opened.tokenizer.hash:
             log.warning(
@@ -123,7 +140,7 @@ def _held_out(
 ) -> dict[str, float | None]:
     check_same_tokens(opened, sources)
     numbers = held_out_loss(
-        Forward(opened.model, CrossEntropy(), device=world.device), sources, world=world,
+        Forward({0: opened.model}, CrossEntropy(), device=world.device), sources, world=world,
         micro_batch_size=options.batch_size, max_rows=options.max_rows,
     )  # fmt: skip
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}

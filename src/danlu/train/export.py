@@ -1,8 +1,8 @@
 """A trained model as a Hugging Face folder, checked after writing.
 
 An export is believed by whoever loads it next, often on another machine and without a word from danlu; so the folder
-is read back before this says it is done: exactly the tensors of the model's family, each of the right shape and dtype,
-and, unless told otherwise, the same logits in ``transformers``.
+is read back before it takes its place: exactly the tensors of the model's family, each of the right shape and dtype,
+and, unless told otherwise, the same logits in ``transformers``. An older export stays where the new one fails.
 Weights that become infinite in the wanted dtype (fp16 ends at 65,504) are refused before anything is written.
 
 The end-of-sequence token is that of the training data: the chat template's end of turn for chats, else the
@@ -34,6 +34,7 @@ def export(
     checkpoint: int | None = None,
     verify: bool = True,
     overwrite: bool = False,
+    how_to_overwrite: str = "overwrite=True",
 ) -> dict[str, Any]:
     """Write a model as a folder that ``transformers`` loads with equal logits, with tokenizer and generation config.
 
@@ -44,6 +45,7 @@ def export(
         checkpoint: step of a run's checkpoint; None takes the newest.
         verify: open the folder with ``transformers`` and compare logits (`danlu.checkpoint.verify`).
         overwrite: replace a folder that is not empty.
+        how_to_overwrite: what an error tells the caller to say for that.
 
     Returns:
         ``folder, step, dtype, parameters, bytes, files, logits_difference`` (None where it was not verified).
@@ -56,9 +58,21 @@ def export(
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
     if not overwrite and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError("the output folder is not empty", where=str(folder), hint="choose another one, or --overwrite")
+        raise UserError(
+            "the output folder is not empty", where=str(folder), hint=f"choose another one, or {how_to_overwrite}"
+        )
     opened = load_model(model, checkpoint=checkpoint, device="cpu")
     _check_range(opened.model, dtype)
+    difference: float | None = None
+
+    def check(part: Path) -> None:
+        nonlocal difference
+        check_export(part, DTYPES[dtype], where=folder)
+        if verify and can_verify(part):
+            difference = verify_export(part, opened.model, where=folder)
+        elif verify:
+            log.warning("not verified: transformers has no code for this architecture")
+
     save_hf(
         opened.model,
         folder,
@@ -66,13 +80,8 @@ def export(
         dtype=DTYPES[dtype],
         eos_id=opened.end_of_turn if is_chat_data(opened.data_config) else None,
         overwrite=overwrite,
+        check=check,
     )
-    check_export(folder, DTYPES[dtype])
-    difference = None
-    if verify and can_verify(folder):
-        difference = verify_export(folder, opened.model)
-    elif verify:
-        log.warning("not verified: transformers has no code for this architecture")
     files = sorted(path for path in folder.iterdir() if path.is_file())
     num_bytes = sum(path.stat().st_size for path in files)
     result = {
@@ -88,8 +97,13 @@ def export(
     return result
 
 
-def check_export(folder: Path, dtype: torch.dtype) -> None:
+def check_export(folder: Path, dtype: torch.dtype, *, where: Path | None = None) -> None:
     """Read an exported folder back and compare names, shapes and dtype of its tensors with its config.
+
+    Args:
+        folder: the files.
+        dtype: what the tensors should be.
+        where: what errors call the folder (while it has another name); None is its own.
 
     Raises:
         RunError: a tensor is missing, unexpected, or of another shape or dtype; the first one is named.
@@ -99,15 +113,16 @@ def check_export(folder: Path, dtype: torch.dtype) -> None:
     files = open_tensors(folder)
     maps = {tensor_map.hf_name: tensor_map for tensor_map in hf_names(spec)}
     if different := sorted(set(maps) ^ set(files.names)):
-        raise RunError("the exported tensors are not those of the model", where=str(folder), seen=different[:8])
+        raise RunError(
+            "the exported tensors are not those of the model", where=str(where or folder), seen=different[:8]
+        )
     for name, tensor_map in maps.items():
         tensor = files.read(name)
-        expected = (sum(tensor_map.rows), *shapes[tensor_map.fqns[0]][1:])
-        shape = tuple(tensor.t().shape if tensor_map.transpose else tensor.shape)
+        expected, shape = tensor_map.hf_shape(shapes), tuple(tensor.shape)
         if shape != expected or tensor.dtype != dtype:
             raise RunError(
                 f"the exported tensor {name} is wrong",
-                where=str(folder),
+                where=str(where or folder),
                 seen=f"{shape} {tensor.dtype}",
                 legal=f"{expected} {dtype}",
             )

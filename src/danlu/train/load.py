@@ -199,10 +199,11 @@ def spec_from_record(record: Mapping[str, Any], where: str) -> ModelSpec:
         UserError: fields that this version does not know, or lacks.
     """
     values = dict(record)
-    scaling, layers = values.get("rope_scaling"), values.get("sliding_layers")
+    scaling = values.get("rope_scaling")
     try:
         values["rope_scaling"] = None if scaling is None else RopeScaling(**scaling)
-        values["sliding_layers"] = None if layers is None else tuple(layers)
+        for name in ("sliding_layers", "dense_layers"):
+            values[name] = None if values.get(name) is None else tuple(values[name])
         return ModelSpec(**values)
     except TypeError as error:
         raise UserError(

@@ -10,6 +10,7 @@ agent's own handlers would give them thirty seconds, kill what is still saving, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -27,11 +28,15 @@ from typing import TYPE_CHECKING
 import psutil
 
 from danlu.base import env
-from danlu.base.errors import DanluError
+from danlu.base.errors import DanluError, UserError
 from danlu.base.log import log, print_error
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+
+_OURS = "danlu-"
+"""What the job's id begins with; ranks that see it leave the last word to the launcher."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ def run_local_ranks(words: Sequence[str], *, nproc: int) -> JobResult:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
+        run_id=f"{_OURS}{uuid.uuid4().hex}",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
@@ -67,8 +72,12 @@ def run_local_ranks(words: Sequence[str], *, nproc: int) -> JobResult:
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(number).name)
-        for rank in psutil.Process().children():
-            rank.send_signal(number)
+        ranks = psutil.Process().children()
+        if not ranks:  # none is there yet that could end by itself
+            raise SignalException("before the ranks started", sigval=signal.Signals(number))
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.send_signal(number)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     code = 0
@@ -79,8 +88,14 @@ def run_local_ranks(words: Sequence[str], *, nproc: int) -> JobResult:
         code = 1
     except ChildFailedError as error:
         rank, failure = find_cause(error.failures)
-        print_error(f"rank {rank} failed first (exit code {failure.exitcode}):\n{failure.message}")
         code = 2 if failure.exitcode == 2 else 1
+        number = signal.Signals[received[-1]] if received else 0
+        if number and failure.exitcode in (-number, 128 + number):
+            print_error(f"ended by {received[-1]} before the ranks had saved")
+        elif failure.error_file_data.get("before_joining"):  # nothing about it is one rank's own
+            print_error(f"error: {failure.message}")
+        else:
+            print_error(f"rank {rank} failed first (exit code {failure.exitcode}):\n{failure.message}")
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -112,12 +127,23 @@ def run_as_rank(work: Callable[[], None]) -> None:
     """
     try:
         work()
+    except KeyboardInterrupt:  # the launcher knows why, and says it once
+        os._exit(130)
     except BaseException as error:
         cause = str(error) if isinstance(error, DanluError) else "".join(traceback.format_exception(error))
+        # wrong input is found by every rank, before it joins the others
+        alike = isinstance(error, UserError) and not _has_joined()
         if path := env.get("TORCHELASTIC_ERROR_FILE"):
-            told = {"message": cause, "timestamp": int(time.time()), "time_ns": time.time_ns()}
+            told = {"message": cause, "timestamp": int(time.time()), "time_ns": time.time_ns(), "before_joining": alike}
             Path(path).write_text(json.dumps(told), encoding="utf-8")
-        print_error(f"[rank {env.ranks().rank}] {cause}")
+        if not (alike and (env.get("TORCHELASTIC_RUN_ID") or "").startswith(_OURS)):
+            print_error(f"[rank {env.ranks().rank}] {cause}")
         logging.shutdown()
         sys.stdout.flush()
         os._exit(error.exit_code if isinstance(error, DanluError) else 1)
+
+
+def _has_joined() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_initialized()

@@ -21,30 +21,28 @@ from torch import Tensor
 
 from danlu.base import env
 from danlu.base.errors import UserError
-from danlu.base.folders import make_folder
 from danlu.base.host_memory import ask_for_huge_pages, keep_freed_memory
-from danlu.base.log import log, setup_log
-from danlu.checkpoint.store import Checkpoint, CheckpointStore, find_checkpoints, load_tensors, open_checkpoint
-from danlu.config.load import to_toml
+from danlu.base.log import log
+from danlu.checkpoint.store import Checkpoint, CheckpointStore, load_tensors
 from danlu.config.rules import check_config
 from danlu.config.schema import Config
 from danlu.data.batch import StepBatch
 from danlu.data.dataset import RowSource
-from danlu.data.tokenizer import copy_tokenizer
 from danlu.model.spec import ModelSpec
 from danlu.parallel.mesh import World, open_world, sum_over
 from danlu.parallel.placement import Piece
 from danlu.parallel.seed import set_seed
 from danlu.train import build
-from danlu.train.environment import describe_environment
 from danlu.train.evaluate import held_out_loss
 from danlu.train.metrics import MetricsWriter, peak_memory_bytes
 from danlu.train.optimizer import learning_rate_at
+from danlu.train.run_folder import check_run_folder, claim_run_folder, find_resume
 from danlu.train.step import (
     StepResult,
     count_tokens,
     find_culprits,
     forward_backward,
+    forward_backward_pipelined,
     nonfinite_error,
     reduce_losses,
 )
@@ -83,7 +81,7 @@ def train(config: Config, *, resume: str = "auto") -> TrainResult:
         RunError: training failed (non-finite loss, checkpoint not writable).
     """
     degrees = check_config(config, env.ranks().world_size)
-    folder = Path(config.train.output)
+    folder = check_run_folder(config)
     checkpoint = find_resume(folder, resume)
     folders = build.open_sources(config.data.train, config.data.on_corrupt)
     other = build.open_sources(config.eval.data, config.data.on_corrupt)
@@ -94,15 +92,10 @@ def train(config: Config, *, resume: str = "auto") -> TrainResult:
     held_out = [*other, *split_off]
     if checkpoint is not None:
         check_same_run(checkpoint, config, start, sources)
-    if env.ranks().rank == 0:
-        make_folder(folder / "checkpoints", where="train.output")
-        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
-        text = json.dumps(describe_environment(), indent=2)
-        (folder / "environment.json").write_text(text, encoding="utf-8")
-        # the run must be usable when the data is gone
-        copy_tokenizer(folders[0].folder / "tokenizer", folder / "tokenizer")
-    setup_log(folder / "log.txt")
-    with open_world(degrees, device=config.train.device, timeout_seconds=config.parallel.timeout_seconds) as world:
+    with (
+        claim_run_folder(folder, config, tokenizer=folders[0].folder / "tokenizer"),
+        open_world(degrees, device=config.train.device, timeout_seconds=config.parallel.timeout_seconds) as world,
+    ):
         if world.device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = config.precision.tf32
         else:  # before the first large tensor
@@ -115,60 +108,19 @@ def train(config: Config, *, resume: str = "auto") -> TrainResult:
             return run.train()
 
 
-def find_resume(folder: Path, resume: str) -> Checkpoint | None:
-    """Return the checkpoint to continue from, or None for a new run.
-
-    Raises:
-        UserError: ``never`` in a folder that holds checkpoints, a path that holds none or an older one than the run
-            folder does (its later steps would be taken for this run's), or a damaged record.
-    """
-    here = find_checkpoints(folder / "checkpoints")
-    if resume == "auto":
-        return check_record(open_checkpoint(here[-1])) if here else None
-    if resume == "never":
-        if here:
-            raise UserError(
-                "the run folder holds checkpoints already",
-                where=str(folder),
-                seen=here[-1].name,
-                hint="choose another train.output, delete the folder, or continue with --resume auto",
-            )
-        return None
-    path = Path(resume)
-    below = find_checkpoints(path / "checkpoints") or find_checkpoints(path)
-    checkpoint = check_record(open_checkpoint(below[-1] if below else path))
-    if here and here[-1].resolve() != checkpoint.folder.resolve():
-        raise UserError(
-            "the run folder holds other checkpoints than the one to continue from",
-            where=str(folder),
-            seen=here[-1].name,
-            hint="choose another train.output, or delete what is newer there and continue with --resume auto",
-        )
-    return checkpoint
-
-
-def check_record(checkpoint: Checkpoint) -> Checkpoint:
-    """Return ``checkpoint`` if its record holds what resuming needs."""
-    record = checkpoint.record
-    wrong = [
-        name for name in ("samples_seen", "tokens_seen", "skipped", "world_size") if type(record.get(name)) is not int
-    ]
-    wrong += [] if isinstance(record.get("identity"), dict) else ["identity"]
-    if wrong:
-        raise UserError("not the record of a training run", where=str(checkpoint.folder), seen=f"no {', '.join(wrong)}")
-    return checkpoint
-
-
 def check_same_run(checkpoint: Checkpoint, config: Config, start: build.Start, sources: Sequence[RowSource]) -> None:
     """Refuse to continue with another model, seed or data: the loss would go on without a word, and mean nothing."""
     before = checkpoint.record["identity"]
     for name, value in identity(config, start.spec, sources).items():
-        if before.get(name) != value:
+        if (old := before.get(name)) != value:
+            if isinstance(value, dict) and isinstance(old, dict):  # of a whole model, what differs
+                changed = [key for key in value if old.get(key) != value[key]]
+                value, old = ({key: side.get(key) for key in changed} for side in (value, old))
             raise UserError(
                 f"cannot resume: {name} is not what the checkpoint was trained with",
                 where=str(checkpoint.folder),
                 seen=value if name != "data" else "other rows or another tokenizer",
-                legal=str(before.get(name)) if name != "data" else None,
+                legal=str(old) if name != "data" else None,
                 hint="restore the old value, or start a new run from this one's weights with model.name = RUN_FOLDER",
             )
 
@@ -205,11 +157,11 @@ class _Run:
         self.step = self.samples_seen = self.tokens_seen = self.skipped = 0
         self.skipped_before = 0  # at the last record
         self._set_seed()
-        self.built = build.build_model(config, start, world)
+        sequence_length = max(source.sequence_length for source in sources)
+        self.built = build.build_model(config, start, world, sequence_length)
         self.optimizer = build.build_optimizer(config, self.built, world)
         objective = build.build_objective(config, self.spec, world)
         self.forward = build.build_forward(config, self.built, objective, world)
-        sequence_length = max(source.sequence_length for source in sources)
         self.rates = build.build_rates(config, self.spec, sequence_length, world)
         self.total_steps = self._total_steps()
         self.losses: dict[int, float] = {}
@@ -220,15 +172,23 @@ class _Run:
             asynchronous=config.checkpoint.async_save,
         )
         log.info(
-            "%s, %s parameters, %s on %d x %s (%s); %d steps",
+            "%s, %s parameters%s, %s on %d x %s (%s); %d steps",
             self.spec.family,
             f"{self.spec.num_parameters():,}",
-            str(self.built.model.compute_dtype).removeprefix("torch."),
+            "" if self.spec.num_experts is None else f" ({self.spec.num_active_parameters():,} a token)",
+            str(self.built.compute_dtype).removeprefix("torch."),
             world.size,
             world.device.type,
             world.degrees,
             self.total_steps,
         )
+        if world.rank == 0 and config.schedule.warmup_steps > self.total_steps:  # known so late only where epochs count
+            log.warning(
+                "the warm-up is longer than the run: schedule.warmup_steps = %d of %d steps, so the learning rate "
+                "never reaches its peak",
+                config.schedule.warmup_steps,
+                self.total_steps,
+            )
 
     def _total_steps(self) -> int:
         train = self.config.train
@@ -289,6 +249,8 @@ class _Run:
             self._set_seed()
             log.info("another layout than the checkpoint's: the random states of its ranks are drawn anew")
         log.info("resumed from %s: step %d of %d", checkpoint.folder, self.step, self.total_steps)
+        if self.step >= self.total_steps and self.world.rank == 0:
+            log.warning("nothing is left to train; for more steps raise train.steps or train.epochs")
 
     def save(self) -> None:
         """Save the state as it is now."""
@@ -344,7 +306,8 @@ class _Run:
         config, reducer = self.config, self.built.reducer
         rate = self._learning_rate()
         self.optimizer.set_learning_rate(rate)
-        loss_sum, parts = forward_backward(
+        run = forward_backward if self.built.pipeline is None else forward_backward_pipelined
+        loss_sum, parts = run(
             self.forward, batch.micro_batches, reducer, valid_tokens=valid_tokens, device=self.world.device
         )
         norm = self.optimizer.clip(config.optimizer.max_grad_norm)

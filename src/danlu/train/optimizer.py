@@ -8,11 +8,11 @@ it has no state, so resuming by any number of processes cannot shift it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from danlu.parallel.data import Reducer, Shard
 from danlu.parallel.placement import Block, Piece
@@ -40,6 +40,7 @@ class HybridOptimizer:
         blocks: Mapping[str, Block] | None = None,
         group: dist.ProcessGroup | None = None,
         tensor_group: dist.ProcessGroup | None = None,
+        tied: Mapping[str, Callable[[Tensor], None]] | None = None,
         learning_rate: float,
         beta1: float,
         beta2: float,
@@ -54,6 +55,7 @@ class HybridOptimizer:
             blocks: where each parameter's local tensor lies in the whole; None where it is the whole.
             group: all ranks; None for this one alone.
             tensor_group: the tensor parallel ranks; None for none.
+            tied: parameters of which another pipeline stage has a copy, with what sums a gradient over the two.
             learning_rate: until the first `set_learning_rate`.
             beta1: decay of the first moment.
             beta2: decay of the second moment.
@@ -61,7 +63,7 @@ class HybridOptimizer:
             weight_decay: decoupled decay of parameters of two dimensions and more.
             fused: one kernel for all parameters.
         """
-        self.reducer, self.group, self.tensor_group = reducer, group, tensor_group
+        self.reducer, self.group, self.tensor_group, self.tied = reducer, group, tensor_group, tied or {}
         self.blocks = blocks or {name: Block.of(parameter.shape) for name, parameter in reducer.parameters}
         self.shards = reducer.shards()
         decayed = [(shard.name, shard.values) for shard in self.shards if shard.parameter.ndim >= 2]
@@ -92,6 +94,9 @@ class HybridOptimizer:
     def clip(self, max_norm: float) -> float:
         """Scale the gradients to a global norm of at most ``max_norm`` (0: leave them); return the norm before."""
         self._sum_partial()
+        for shard in self.shards:
+            if shard.name in self.tied and shard.values.grad is not None:
+                self.tied[shard.name](shard.values.grad)
         gradients = [shard.values.grad for shard in self.shards if shard.values.grad is not None]
         shares = [1 / self._copies(shard) for shard in self.shards if shard.values.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self.shards[0].values.device if self.shards else "cpu")
@@ -124,7 +129,7 @@ class HybridOptimizer:
         return pieces
 
     def _copies(self, shard: Shard) -> int:
-        return shard.copies * self.blocks[shard.name].copies
+        return shard.copies * self.blocks[shard.name].copies * (2 if shard.name in self.tied else 1)
 
     def _sum_partial(self) -> None:
         """Sum what tensor parallel ranks hold parts of; peers hold the same ranges, so the order is the same."""

@@ -9,20 +9,18 @@ folder is moved aside where it holds checkpoints (they may have cost GPU days), 
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import hashlib
 import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from danlu.base.errors import RunError, UserError
-from danlu.base.folders import make_folder
+from danlu.base.folders import lock_folder, make_folder
 from danlu.base.log import log, setup_log
 from danlu.config.data_build import DataBuild, TokenizerTrain
 from danlu.config.load import to_toml
@@ -159,7 +157,7 @@ def run_pipeline(pipeline: Pipeline) -> Path:
     for stage, _, options in planned:
         _check_inputs(stage, options, output)
     make_folder(output)
-    with _locked(output):
+    with lock_folder(output, what="another process is running this pipeline"):
         state = _State(output, pipeline)
         keys: dict[str, str] = {}
         for number, (stage, folder, options) in enumerate(planned, 1):
@@ -238,16 +236,6 @@ def _clear(folder: Path) -> None:
         folder.rename(aside)
     else:
         shutil.rmtree(folder)
-
-
-@contextmanager
-def _locked(output: Path) -> Iterator[None]:
-    with (output / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError("another process is running this pipeline", where=str(output)) from None
-        yield
 
 
 class _State:

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from danlu.base.errors import RunError
 from danlu.data.batch import IGNORE, MicroBatch
-from danlu.model.decoder import Decoder
-from danlu.objective.cross_entropy import Loss, Objective
+from danlu.objective.cross_entropy import Loss
 from danlu.parallel.data import Reducer
 from danlu.parallel.mesh import World, sum_over
+from danlu.parallel.pipeline import Traced
+from danlu.train.forward import Forward
 
 
 @dataclass(frozen=True)
@@ -47,33 +48,57 @@ def count_tokens(batches: Sequence[MicroBatch]) -> tuple[int, int]:
     return targets, sum(int((batch.document_ids_BS >= 0).sum()) for batch in batches)
 
 
-class Forward:
-    """A micro-batch's summed loss: moved to the device, laid out for this rank, through model and objective."""
+def forward_backward_pipelined(
+    forward: Forward,
+    batches: Sequence[MicroBatch],
+    reducer: Reducer,
+    *,
+    valid_tokens: int,
+    device: torch.device,
+    trace: list[Traced] | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Do what `forward_backward` does, as one rank of a pipeline: the loss is what this rank's stages have of it.
 
-    def __init__(
-        self,
-        model: Decoder,
-        objective: Objective,
-        *,
-        device: torch.device,
-        lay_out: Callable[[MicroBatch], MicroBatch] = lambda batch: batch,
-    ) -> None:
-        """Bind what stays the same.
+    Args:
+        forward: of this rank's stages, with its pipeline.
+        batches: this data rank's micro-batches; every rank of the pipeline has the same.
+        reducer: sums the gradients over ranks.
+        valid_tokens: target tokens of the global batch.
+        device: where the model is.
+        trace: is filled with the time of each action.
+    """
+    assert forward.pipeline is not None
+    sums = LossSums(device)
+    prepared = [forward.prepare(batch) for batch in batches]
 
-        Args:
-            model: this rank's part of the model.
-            objective: gives the summed loss; it owns the head.
-            device: where the model is.
-            lay_out: cuts or pads a micro-batch for this rank.
-        """
-        self.model, self.objective, self.device, self.lay_out = model, objective, device, lay_out
+    def run(stage: int, index: int, hidden_BSD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        hidden_BSD, loss = forward.stage(stage, prepared[index], hidden_BSD)
+        if loss is None:
+            return hidden_BSD, None
+        sums.add(loss)
+        return hidden_BSD, loss.total / max(valid_tokens, 1)
 
-    def __call__(self, batch: MicroBatch) -> Loss:
-        """Return the loss of one micro-batch (host tensors), summed over its target tokens."""
-        batch = self.lay_out(batch)
-        moved = MicroBatch(*(tensor.to(self.device, non_blocking=True) for tensor in batch))
-        hidden_BSD = self.model(moved.tokens_BS, positions_BS=moved.positions_BS, document_ids_BS=moved.document_ids_BS)
-        return self.objective(hidden_BSD, self.model.head_weight_VD, moved)
+    reducer.begin()
+    forward.pipeline.run(
+        lambda index: forward.empty(prepared[index]), len(prepared), run,
+        after_backward=lambda stage, last: reducer.after_backward(stage, last=last), trace=trace,
+    )  # fmt: skip
+    reducer.finish()
+    return sums.total, sums.parts
+
+
+class LossSums:
+    """Losses added up over micro-batches, without gradients."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.total = torch.zeros((), dtype=torch.float32, device=device)
+        self.parts: dict[str, Tensor] = {}
+
+    def add(self, loss: Loss) -> None:
+        """Add one micro-batch's."""
+        self.total += loss.total.detach()
+        for name, value in loss.parts.items():
+            self.parts[name] = self.parts.get(name, torch.zeros_like(self.total)) + value.detach()
 
 
 def forward_backward(
@@ -93,16 +118,13 @@ def forward_backward(
         valid_tokens: target tokens of the global batch.
         device: where the model is.
     """
-    loss_sum = torch.zeros((), dtype=torch.float32, device=device)
-    parts: dict[str, Tensor] = {}
+    sums = LossSums(device)
     for index, batch in enumerate(batches):
         with reducer.micro_batch(last=index == len(batches) - 1):
             loss = compute_loss(batch)
             (loss.total / max(valid_tokens, 1)).backward()
-        loss_sum += loss.total.detach()
-        for name, value in loss.parts.items():
-            parts[name] = parts.get(name, torch.zeros_like(loss_sum)) + value.detach()
-    return loss_sum, parts
+        sums.add(loss)
+    return sums.total, sums.parts
 
 
 def find_culprits(loss_sum: Tensor, samples: Sequence[int], world: World) -> list[tuple[int, float, list[int]]]:
@@ -131,7 +153,11 @@ def nonfinite_error(step: int, grad_norm: float, culprits: list[tuple[int, float
 def reduce_losses(result: StepResult, world: World) -> dict[str, float]:
     """Return the mean loss per target token and its parts over all ranks, each token once (one all-reduce)."""
     names = sorted(result.parts)
-    own = [float(result.loss_sum), *(float(result.parts[name]) for name in names)]
+    if world.degrees.pp > 1:  # another stage may have others
+        everyone: list[list[str]] = [names] * world.size
+        dist.all_gather_object(everyone, names, group=world.group)
+        names = sorted({name for each in everyone for name in each})
+    own = [float(result.loss_sum), *(float(result.parts.get(name, 0.0)) for name in names)]
     sums = sum_over(world.group, *(value if world.counts_losses else 0.0 for value in own))
     count = max(result.valid_tokens, 1)
     return {"loss": sums[0] / count, **{name: value / count for name, value in zip(names, sums[1:], strict=True)}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from danlu.base.errors import UserError
+from danlu.base.errors import RunError, UserError
 from danlu.checkpoint.convert import export_hf, load_decoder, load_hf, load_hf_weights, save_hf
 from danlu.checkpoint.hf_files import write_folder
 from danlu.model.decoder import Decoder
@@ -274,7 +275,7 @@ def test_br_235_rope_settings_survive_both_schemas(scaling: RopeScaling | None, 
             assert (theirs - logits(model, tokens)).abs().max() < 1e-5
 
 
-def test_a_folder_appears_complete_or_not_at_all(tmp_path: Path) -> None:
+def test_a_folder_appears_complete_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An export that dies leaves nothing, an existing folder is kept unless told otherwise."""
 
     def die(part: Path) -> None:
@@ -291,5 +292,17 @@ def test_a_folder_appears_complete_or_not_at_all(tmp_path: Path) -> None:
         write_folder(tmp_path / "out", die, overwrite=True)
     assert equal(load_decoder(tmp_path / "out"), build(T0))
     save_hf(build(T0, seed=1), tmp_path / "out", overwrite=True)
+    assert equal(load_decoder(tmp_path / "out"), build(T0, seed=1))
+
+    plain = Path.rename
+
+    def fail(self: Path, target: Path) -> Path:
+        if self.suffix == ".part":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return plain(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(RunError, match="No space left on device"):  # after the old one has stepped aside
+        save_hf(build(T0), tmp_path / "out", overwrite=True)
     assert equal(load_decoder(tmp_path / "out"), build(T0, seed=1))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

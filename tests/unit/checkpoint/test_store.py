@@ -21,6 +21,7 @@ from torch import Tensor
 from danlu.base.errors import RunError, UserError
 from danlu.checkpoint import store as store_module
 from danlu.checkpoint.store import (
+    Checkpoint,
     CheckpointStore,
     find_checkpoints,
     load_tensors,
@@ -304,14 +305,67 @@ def test_a_shape_that_differs_is_named(make: Maker) -> None:
     assert "(3, 2)" in str(caught.value)
 
 
-def test_a_damaged_data_file_is_an_error_with_its_cause(make: Maker) -> None:
-    """A checkpoint cut short after its commit (a bad copy) is refused in words, not half loaded."""
+def forget_sums(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint as an older danlu would have written it."""
+    return Checkpoint(checkpoint.folder, {key: value for key, value in checkpoint.record.items() if key != "files"})
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 64
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("place", [0.0, 0.5, 0.999])
+def test_a_flipped_bit_is_noticed_and_its_file_named(make: Maker, place: float) -> None:
+    """One bit anywhere in a tensor file: refused with the file and both checksums, and nothing is loaded."""
     checkpoint = saved(make, {"x": torch.ones(1000)})
-    for path in checkpoint.folder.glob("*.distcp"):
+    path = next(checkpoint.folder.glob("*.distcp"))
+    flip(path, int(path.stat().st_size * place))
+    into = torch.zeros(1000)
+    with pytest.raises(UserError, match="a file of the checkpoint is damaged") as caught:
+        load_tensors(checkpoint, {"x": into})
+    text = str(caught.value)
+    assert text.startswith(str(path))
+    assert f"legal: crc32 {checkpoint.record['files'][path.name]['crc32']:08x}" in text
+    assert "hint:" in text
+    assert not into.any()
+
+
+def test_the_hint_names_the_newest_sound_checkpoint(make: Maker, tmp_path: Path) -> None:
+    """Of three checkpoints the last two are damaged: the hint is the first."""
+    store = make(keep_last=3)
+    for step in (1, 2, 3):
+        store.save(step, {"x": torch.ones(10)}, {})
+    store.wait()
+    for path in find_checkpoints(tmp_path)[1:]:
+        flip(next(path.glob("*.distcp")), 600)
+    with pytest.raises(UserError, match=r"continue from step-00000001, which is sound"):
+        load_tensors(open_checkpoint(tmp_path / "step-00000003"), {"x": torch.zeros(10)})
+    load_tensors(open_checkpoint(tmp_path / "step-00000001"), {"x": torch.zeros(10)})
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_file_that_was_cut_or_lost_is_named(make: Maker, listed: bool, damage: str) -> None:
+    """A bad copy: the file, what is there and what should be, with and without checksums in the record."""
+    checkpoint = saved(make, {"x": torch.ones(1000)})
+    path = next(checkpoint.folder.glob("*.distcp"))
+    if damage == "cut":
         path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(UserError, match="cannot be read") as caught:
-        load_tensors(checkpoint, {"x": torch.zeros(1000)})
-    assert str(checkpoint.folder) in str(caught.value)
+    else:
+        path.unlink()
+    with pytest.raises(UserError, match=rf"^{path}: a file of the checkpoint is damaged") as caught:
+        load_tensors(checkpoint if listed else forget_sums(checkpoint), {"x": torch.zeros(1000)})
+    assert ("seen:  100 bytes" if damage == "cut" else "seen:  no such file") in str(caught.value)
+
+
+def test_checkpoints_without_checksums_still_load(make: Maker) -> None:
+    """Those that an older danlu has written."""
+    checkpoint = forget_sums(saved(make, {"x": torch.ones(10)}))
+    into = torch.zeros(10)
+    load_tensors(checkpoint, {"x": into})
+    assert into.all()
 
 
 def test_an_unknown_format_is_refused(make: Maker) -> None:

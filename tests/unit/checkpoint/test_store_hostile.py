@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from danlu.base.errors import UserError
 from danlu.checkpoint.store import Checkpoint, CheckpointStore, load_tensors, open_checkpoint, tensor_names
 from danlu.parallel.mesh import open_world
-from danlu.train.loop import find_resume
+from danlu.train.run_folder import find_resume
 
 
 @pytest.fixture
@@ -117,10 +117,21 @@ def test_br_245_a_hostile_tensor_file_is_refused(checkpoint: Checkpoint, tmp_pat
     """A data file that holds a pickle instead of a tensor is read weights-only: refused, not run."""
     marker = tmp_path / "marker"
     for path in checkpoint.folder.glob("*.distcp"):
-        path.write_bytes(attacks(marker)[name])
-    with pytest.raises(UserError, match="cannot be read"):
-        load_tensors(checkpoint, {"x": torch.zeros(3)})
+        path.write_bytes(attacks(marker)[name].ljust(path.stat().st_size, b"."))
+    unlisted = Checkpoint(checkpoint.folder, {"format": 1, "step": 1})  # who can write the file can write the record
+    for attacked, answer in ((checkpoint, "is damaged"), (unlisted, "cannot be read")):
+        with pytest.raises(UserError, match=answer):
+            load_tensors(attacked, {"x": torch.zeros(3)})
     assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "files", [[], {"../x": {"bytes": 1, "crc32": 1}}, {"x": 3}, {"x": {"bytes": "1", "crc32": 1}}, {"x": {"bytes": 1}}]
+)
+def test_a_hostile_list_of_files_is_refused(checkpoint: Checkpoint, files: Any) -> None:
+    """Names outside the folder, or no checksums: the record is refused by name."""
+    with pytest.raises(UserError, match=r"danlu\.json: not the record of a checkpoint"):
+        load_tensors(Checkpoint(checkpoint.folder, {**checkpoint.record, "files": files}), {"x": torch.zeros(3)})
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80", b"garbage", b"]\x94.", b"\x80\x04N.", b"\x80\x04}\x94.", bytes(50)])

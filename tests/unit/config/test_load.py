@@ -117,6 +117,31 @@ def test_a_wrong_value_names_its_key_and_what_was_seen(word: str, parts: list[st
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("word", "legal", "hint"),
+    [
+        ("train.steps='10'", "a whole number", "such as train.steps = 8"),
+        ("train.micro_batch_size=2.5", "a whole number", "such as train.micro_batch_size = 8 (the default)"),
+        ("optimizer.beta1=[1]", "a number", "such as optimizer.beta1 = 0.9 (the default)"),
+        ("precision.tf32=1", "true or false", "such as precision.tf32 = true (the default)"),
+        ("model.name=3", "text in quotes", 'such as model.name = "tiny" (the default)'),
+        ("data.train=3", "a list", 'such as data.train = ["first", "second"]'),
+        ("data.train=[1]", "text in quotes", 'such as data.train = ["name"]'),
+        ("data.weights=[true]", "a number", "such as data.weights = [0.5]"),
+        ("train=5", "a section with keys of its own", None),
+        ("model.dropout=-0.1", None, None),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_told_the_right_one(word: str, legal: str | None, hint: str | None) -> None:
+    """The legal form and one example of it, not what the key is for; the example is accepted."""
+    text = refusal(word)
+    assert text.partition("\n  legal: ")[2].partition("\n")[0] == (legal or "")
+    assert text.partition("\n  hint:  ")[2] == (hint or "")
+    if hint:
+        key, _, value = hint.removeprefix("such as ").removesuffix(" (the default)").partition(" = ")
+        load(Config, None, [f"{key}={value}"])
+
+
 def test_all_problems_are_listed_at_once() -> None:
     """Two slips need one try to be seen, not two."""
     text = refusal("train.seed=-1", "model.nmae=x")

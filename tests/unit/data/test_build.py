@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from danlu.base.errors import UserError
@@ -157,6 +158,28 @@ def test_killed_build_resumes(run_build: Run, tokenizer_folder: Path, tmp_path: 
     assert not (tmp_path / "out" / "manifest.json").exists()
     _build(options)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_a_killed_build_leaves_no_workers(tokenizer_folder: Path, tmp_path: Path) -> None:
+    """SIGKILL to the process that builds (the kernel, for its memory): its workers end by themselves."""
+    (tmp_path / "a.jsonl").write_text(lines(texts(3000)))
+    options = {
+        "inputs": [str(tmp_path / "a.jsonl")], "output": str(tmp_path / "out"), "tokenizer": str(tokenizer_folder),
+        "sequence_length": 64, "num_workers": 2, "bytes_per_shard": 1000,
+    }  # fmt: skip
+    process = multiprocessing.get_context("spawn").Process(target=_build, args=(options,))
+    process.start()
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "out").glob("unit-*.json")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert len(workers) >= 2
+    process.kill()
+    process.join()
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    for worker in alive:
+        worker.kill()
+    assert not alive
 
 
 def test_br_182_processes_that_build_the_same_do_not_race(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -61,6 +62,25 @@ def test_long_texts_are_cut_without_changing_ids(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(module, "_LONG_CHARS", limit)
         assert len(module._cut(text)) > 5
         assert own.encode(text) == whole
+
+
+def test_a_long_text_is_encoded_a_piece_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rust's encodings take hundreds of bytes a token: those of one document never exist all at once."""
+    text = "a short line\n" * 400
+    own = train_tokenizer([text], tmp_path, vocab_size=300)
+    monkeypatch.setattr(module, "_LONG_CHARS", 400)
+    monkeypatch.setattr(module, "_BATCH_CHARS", 1000)
+    whole, sizes = own.backend, []
+
+    class Spy:
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            sizes.append(sum(map(len, texts)))
+            return whole.encode_batch_fast(texts, **options)
+
+    own.backend = Spy()
+    own.encode(text)
+    assert len(sizes) > 3
+    assert max(sizes) <= 1000
 
 
 @pytest.mark.real

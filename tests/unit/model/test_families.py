@@ -12,6 +12,7 @@ from danlu.base.errors import UserError
 from danlu.model.families import FAMILIES, hf_from_spec, hf_names, spec_from_hf
 from danlu.model.presets import PRESETS
 from danlu.model.spec import RopeScaling
+from tiny import MOE_SPEC
 from tiny_models import GPT, T0
 
 LLAMA = hf_from_spec(T0)
@@ -31,8 +32,13 @@ def test_every_preset_survives_its_config_json(name: str) -> None:
     spec = PRESETS[name]
     assert spec_from_hf(json.loads(json.dumps(hf_from_spec(spec)))) == spec
     small = replace(spec, num_layers=12)
-    covered = [fqn for tensor_map in hf_names(small) for fqn in tensor_map.fqns]
-    assert sorted(covered) == sorted(small.parameter_shapes())
+    shapes = small.parameter_shapes()
+    covered = [(fqn, tensor_map.expert) for tensor_map in hf_names(small) for fqn in tensor_map.fqns]
+    assert len(set(covered)) == len(covered)
+    numbers = {fqn: range(shape[0]) if len(shape) == 3 else [None] for fqn, shape in shapes.items()}
+    assert set(covered) == {(fqn, number) for fqn in shapes for number in numbers[fqn]}
+    stacked = [fqn for tensor_map in hf_names(small, stacked_experts=True) for fqn in tensor_map.fqns]
+    assert sorted(stacked) == sorted(shapes)
 
 
 def test_br_244_names_are_exact_so_layers_1_and_11_do_not_mix() -> None:
@@ -176,3 +182,70 @@ def test_a_config_that_cannot_express_the_model_is_an_error() -> None:
 def test_every_family_is_in_the_table_under_its_own_name() -> None:
     """The registry's key is the spec's family."""
     assert {family.model_type for family in FAMILIES.values()} == set(FAMILIES)
+
+
+def moe(**changes: Any) -> dict[str, Any]:
+    """The config of a tiny Qwen3-MoE with changes; a value of ... removes the key."""
+    config = hf_from_spec(replace(MOE_SPEC, num_layers=6))
+    return {key: value for key, value in {**config, **changes}.items() if value is not ...}
+
+
+@pytest.mark.parametrize(
+    ("changes", "dense"),
+    [
+        ({}, None),
+        ({"mlp_only_layers": [0, 3]}, (0, 3)),
+        ({"decoder_sparse_step": 2}, (0, 2, 4)),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, (0, 1, 2, 3, 4)),
+        ({"decoder_sparse_step": ..., "mlp_only_layers": None}, None),
+    ],
+)
+def test_dense_layers_among_experts(changes: dict[str, Any], dense: tuple[int, ...] | None) -> None:
+    """Listed layers, and all but every n-th, are one list of dense layers, and come back out of it."""
+    spec = spec_from_hf(moe(**changes))
+    assert spec.dense_layers == dense
+    assert spec_from_hf(hf_from_spec(spec)) == spec
+
+
+def test_absent_keys_of_experts_mean_what_transformers_takes_them_for() -> None:
+    """Weights are not normalised unless it says so, and both names of the number of experts are read."""
+    assert not spec_from_hf(moe(norm_topk_prob=...)).normalize_top_k
+    assert spec_from_hf(moe(num_experts=...)) == spec_from_hf(moe(num_local_experts=...)) == spec_from_hf(moe())
+    mixtral = hf_from_spec(PRESETS["mixtral-8x7b"])
+    bare = {
+        key: value for key, value in mixtral.items() if key not in ("rope_theta", "rope_parameters", "rms_norm_eps")
+    }
+    assert spec_from_hf(bare) == PRESETS["mixtral-8x7b"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"num_experts": ..., "num_local_experts": ...}, "no 'num_experts'"),
+        ({"num_experts": 5}, "num_experts disagree"),
+        ({"num_experts_per_tok": ...}, "no 'num_experts_per_tok'"),
+        ({"moe_intermediate_size": ...}, "no 'moe_intermediate_size'"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ({"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window"),
+        ({"n_shared_experts": 1}, "n_shared_experts"),
+        ({"shared_expert_intermediate_size": 64}, "shared_expert"),
+    ],
+)
+def test_experts_that_the_decoder_does_not_have_are_refused(changes: dict[str, Any], text: str) -> None:
+    """Missing and contradicting sizes, shared experts and windows name their key."""
+    with pytest.raises(UserError, match=text):
+        spec_from_hf(moe(**changes))
+
+
+def test_experts_that_a_family_cannot_express_are_refused() -> None:
+    """A dense family, or a choice that Mixtral has no key for, ends in an error and not in another model."""
+    mixtral = replace(MOE_SPEC, family="mixtral", qk_norm=False, expert_size=None)
+    assert spec_from_hf(hf_from_spec(mixtral)) == mixtral
+    with pytest.raises(UserError, match="expert_size = 8"):
+        hf_from_spec(replace(mixtral, expert_size=8))
+    with pytest.raises(UserError, match="normalize_top_k = False"):
+        hf_from_spec(replace(mixtral, normalize_top_k=False))
+    with pytest.raises(UserError, match="num_experts = 4"):
+        hf_from_spec(replace(MOE_SPEC, family="qwen3"))
+    with pytest.raises(UserError, match="no names for experts"):
+        hf_names(replace(MOE_SPEC, family="qwen3"))

@@ -9,7 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from danlu.checkpoint.convert import load_decoder, save_hf
 from danlu.model.decoder import Decoder
@@ -20,6 +29,7 @@ SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+QWEN_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GPT_SIZES = {"vocab_size": 64, "n_embd": 35, "n_layer": 2, "n_head": 5, "n_positions": 48, "bos_token_id": 1}
 
 
@@ -52,6 +62,28 @@ CASES: dict[str, Any] = {
     "qwen3 bias tied": lambda: Qwen3Config(**SIZES, head_dim=16, attention_bias=True, tie_word_embeddings=True),
     "mistral window": lambda: MistralConfig(**SIZES, sliding_window=5),
     "mistral nemo": lambda: MistralConfig(**SIZES, sliding_window=None, head_dim=6),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4),
+    "mixtral mha tied window": lambda: MixtralConfig(
+        **{**SIZES, "num_key_value_heads": 4},
+        num_local_experts=3,
+        num_experts_per_tok=1,
+        tie_word_embeddings=True,
+        sliding_window=5,
+    ),
+    "mixtral all experts": lambda: MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=3, head_dim=6),
+    "qwen3 moe": lambda: Qwen3MoeConfig(**SIZES, **QWEN_EXPERTS, norm_topk_prob=True, head_dim=12),
+    "qwen3 moe not normalised": lambda: Qwen3MoeConfig(**SIZES, **QWEN_EXPERTS, norm_topk_prob=False),
+    "qwen3 moe dense layers": lambda: Qwen3MoeConfig(
+        **{**SIZES, "num_hidden_layers": 4}, **QWEN_EXPERTS, mlp_only_layers=[3], decoder_sparse_step=2
+    ),
+    "qwen3 moe tied bias": lambda: Qwen3MoeConfig(
+        **SIZES,
+        **QWEN_EXPERTS,
+        mlp_only_layers=[0],
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
+        attention_bias=True,
+    ),
     "gpt2 odd head width": lambda: GPT2Config(**GPT_SIZES),
     "gpt2 gelu untied inner": lambda: GPT2Config(
         **GPT_SIZES, n_inner=40, activation_function="gelu", tie_word_embeddings=False
@@ -91,8 +123,20 @@ def test_br_238_logits_equal_transformers_in_both_directions(name: str, tmp_path
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("mixtral", "qwen3 moe"))])
+def test_experts_stacked_in_the_file_are_the_same_model(name: str, tmp_path: Path) -> None:
+    """Experts in the file one tensor a matrix, or stacked as transformers >= 5 holds them: the same parameters."""
+    theirs = random_hf(name)
+    theirs.save_pretrained(tmp_path / "each")
+    theirs.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    each, stacked = load_decoder(tmp_path / "each"), load_decoder(tmp_path / "stacked")
+    for (name_a, a), (name_b, b) in zip(each.named_parameters(), stacked.named_parameters(), strict=True):
+        assert name_a == name_b
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("name", ["llama gqa", "llama llama3", "qwen2 window", "qwen3", "mistral window",
-                                  "gpt2 odd head width"])  # fmt: skip
+                                  "gpt2 odd head width", "mixtral", "qwen3 moe dense layers"])  # fmt: skip
 def test_greedy_generation_equals_transformers(name: str, tmp_path: Path) -> None:
     """The KV cache generates the tokens that transformers generates."""
     theirs = random_hf(name)
@@ -108,7 +152,8 @@ def test_greedy_generation_equals_transformers(name: str, tmp_path: Path) -> Non
     assert generate(load_decoder(tmp_path), prompts, max_new_tokens=16, stop_ids=[63]) == expected
 
 
-@pytest.mark.parametrize("name", ["llama biases", "qwen3", "gpt2 odd head width", "mistral window"])
+@pytest.mark.parametrize("name", ["llama biases", "qwen3", "gpt2 odd head width", "mistral window", "mixtral",
+                                  "qwen3 moe", "qwen3 moe not normalised"])  # fmt: skip
 def test_gradients_equal_transformers(name: str, tmp_path: Path) -> None:
     """Training starts from the same gradients, not only the same logits."""
     theirs = random_hf(name)

@@ -13,6 +13,7 @@ from danlu.base.errors import UserError
 from danlu.model.decoder import Decoder
 from danlu.model.presets import PRESETS
 from danlu.model.spec import ModelSpec, RopeScaling
+from tiny import MOE_SPEC
 from tiny_models import GPT, T0, T1
 
 PUBLISHED = {
@@ -38,6 +39,10 @@ PUBLISHED = {
     "qwen3-32b": 32_762_123_264,
     "mistral-7b": 7_241_732_096,
     "mistral-nemo-12b": 12_247_782_400,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
     "gpt2": 124_439_808,
     "gpt2-xl": 1_557_611_200,
 }
@@ -92,6 +97,40 @@ def test_impossible_sizes_are_refused_by_name(changes: dict[str, object], text: 
     """A spec that cannot exist names the field and what it saw."""
     with pytest.raises(UserError, match=text.replace("(", r"\(")):
         replace(T0, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"num_experts": None}, "experts_per_token = 2, expert_size = 24"),
+        ({"num_experts": 0}, "num_experts = 0"),
+        ({"expert_size": 0}, "expert_size = 0"),
+        ({"experts_per_token": None}, "experts_per_token = None"),
+        ({"experts_per_token": 5}, "experts_per_token = 5, num_experts = 4"),
+        ({"gated_mlp": False}, "gated_mlp = False"),
+        ({"mlp_bias": True}, "mlp_bias = True"),
+        ({"dense_layers": (2,)}, "0 .. 1"),
+        ({"dense_layers": (0, 1)}, "no layer with experts"),
+    ],
+)
+def test_impossible_experts_are_refused_by_name(changes: dict[str, object], text: str) -> None:
+    """Sizes of experts that cannot be, or that a dense model has no use for, name the field and what was seen."""
+    with pytest.raises(UserError, match=text):
+        replace(MOE_SPEC, **changes)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="normalize_top_k"):
+        replace(T0, normalize_top_k=False)
+
+
+@pytest.mark.parametrize("dense", [None, (0,), (1, 2)])
+def test_counts_with_dense_layers_are_the_decoders(dense: tuple[int, ...] | None) -> None:
+    """Table, module and closed form agree where some layers are dense; active parameters leave E - K experts out."""
+    spec = replace(MOE_SPEC, num_layers=3, dense_layers=dense)
+    with torch.device("meta"):
+        model = Decoder(spec)
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == spec.parameter_shapes()
+    assert sum(p.numel() for p in model.parameters()) == spec.num_parameters()
+    idle = spec.num_expert_layers * 2 * 3 * spec.expert_width * spec.hidden_size
+    assert spec.num_active_parameters() == spec.num_parameters() - idle
 
 
 @pytest.mark.parametrize("scaling", [{"kind": "linear", "factor": 0.5}, {"kind": "llama3", "factor": 8.0}])

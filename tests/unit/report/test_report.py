@@ -256,9 +256,22 @@ def test_how_answers_were_compared_is_said(tmp_path):
     assert "Compared is what follows the last => of an answer" in text
     assert "300 of 600" in text
     assert "did not ask the same" not in text
+    assert score_table(tmp_path).count(" 300 ") == 1
     result["questions"]["num_asked"] = 200
+    result["questions"]["all"]["questions"] = 200
     (tmp_path / "after" / "eval.json").write_text(json.dumps(result), encoding="utf-8")
-    assert "did not ask the same questions" in Page(write_report(tmp_path).read_text("utf-8")).text
+    text = Page(write_report(tmp_path).read_text("utf-8")).text
+    assert "did not ask the same questions" in text
+    assert "300 / 200" in text
+    assert "300 / 200" in score_table(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path, monkeypatch):
+    """A run of somebody else's: an error that names the folder, no traceback."""
+    write_run(tmp_path)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(UserError, match="report: no files can be made in the folder"):
+        write_report(tmp_path)
 
 
 def test_a_report_replaces_the_older_one(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,27 @@ def test_command_reads_lines_until_the_end(
     captured = capsys.readouterr()
     assert captured.out.count("\n") == 2
     assert "longer than the model's positions" in captured.err
+
+
+def test_commands_never_reach_the_model(
+    chatty: TrainedModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/help and anything like it is answered with the list of commands; a path is a message."""
+    from danlu.cli import chat as command
+
+    said: list[str] = []
+
+    def say(self: Conversation, text: str) -> Iterator[str]:
+        said.append(text)
+        yield "."
+
+    monkeypatch.setattr(Conversation, "say", say)
+    monkeypatch.setattr("sys.stdin", io.StringIO("/help\n/quit\n/reset all\n/\n/etc/hosts is what?\nhello\n"))
+    with caplog.at_level(logging.INFO, "danlu"):
+        command.talk(Conversation(chatty), interactive=False)
+    assert said == ["/etc/hosts is what?", "hello"]
+    assert [text.startswith("no such command") for text in caplog.messages] == [False, True, True, True]
+    assert all("/reset" in text and "Ctrl-D" in text for text in caplog.messages)
 
 
 def test_ctrl_c_stops_the_answer_only(

@@ -41,6 +41,26 @@ def test_learned_answers_score_one(run: str, question_file: Path, request: pytes
     assert {score["name"]: score["questions"] for score in result["languages"]} == {"en": 4, "zh": 2}
 
 
+def test_loss_and_scores_stand_side_by_side(make_run: Callable[..., Path], question_file: Path) -> None:
+    """Measured one after the other, in either order: the file holds both; other weights begin anew."""
+    run = make_run(1)
+    data = (str(run.parent / "data"),)
+    file = run / "eval.json"
+    evaluate(EvalOptions(model=str(run), questions=str(question_file)))
+    scores = json.loads(file.read_text())["questions"]
+    loss = evaluate(EvalOptions(model=f"{run}/", data=data))
+    assert "questions" not in loss
+    both = json.loads(file.read_text())
+    assert (both["questions"], both["held_out"]) == (scores, loss["held_out"])
+    evaluate(EvalOptions(model=str(run), questions=str(question_file), limit=3))
+    again = json.loads(file.read_text())
+    assert again["held_out"] == loss["held_out"]
+    assert again["questions"]["num_asked"] == 3
+    file.write_text(json.dumps({**again, "step": 2}))
+    evaluate(EvalOptions(model=str(run), data=data))
+    assert "questions" not in json.loads(file.read_text())
+
+
 def test_an_untrained_model_scores_zero(fresh_run: Path, question_file: Path) -> None:
     """No answer is right by accident, and the majority baseline is above it."""
     result = ask(fresh_run, question_file)

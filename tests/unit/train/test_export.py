@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,11 +111,59 @@ def test_a_full_folder_is_left_alone(learned_run: Path, tmp_path: Path) -> None:
     """Nothing is replaced without being told to, and then it is replaced as a whole."""
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "mine.txt").write_text("precious")
-    with pytest.raises(UserError, match="not empty"):
+    from danlu.cli import export as command
+
+    with pytest.raises(UserError, match=r"(?s)not empty.*hint:.*or overwrite=True$"):
         export(learned_run, tmp_path / "hf")
+    with pytest.raises(UserError, match=r"(?s)not empty.*hint:.*or --overwrite$"):
+        command.command(str(learned_run), tmp_path / "hf")
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["mine.txt"]
     export(learned_run, tmp_path / "hf", overwrite=True, verify=False)
     assert not (tmp_path / "hf" / "mine.txt").exists()
+
+
+def all_files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("limit", [4_000, 100_000], ids=["no room for json", "no room for weights"])
+def test_a_full_disk_leaves_what_was_there(learned_run: Path, tmp_path: Path, limit: int) -> None:
+    """No file may grow beyond a limit, as on a full disk: exit 1, the reason in words, the old export bit for bit."""
+    export(learned_run, tmp_path / "hf", verify=False)
+    before = all_files(tmp_path)
+    lines = (
+        "import resource, signal, sys",
+        "from danlu.cli import main",
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)",
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))",
+        "main()",
+    )
+    for output, more in (("hf", ["--overwrite"]), ("other", [])):
+        words = ["export", str(learned_run), str(tmp_path / output), "--no-verify", *more]
+        done = subprocess.run([sys.executable, "-c", "\n".join(lines), *words], capture_output=True, text=True)
+        assert done.returncode == 1, done.stderr
+        assert f"error: {tmp_path / output}: the folder could not be written" in done.stderr
+        assert "File too large" in done.stderr
+        assert "hint:" in done.stderr
+        assert all_files(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_an_export_that_fails_its_check_never_appears(
+    learned_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other logits in transformers: the old folder stays, and without one there is none."""
+    export(learned_run, tmp_path / "hf", verify=False)
+    before = all_files(tmp_path)
+
+    def differs(folder: Path, model: Any, *, where: Path) -> float:
+        raise RunError("transformers computes other logits", where=str(where))
+
+    monkeypatch.setattr("danlu.train.export.verify_export", differs)
+    for output in ("hf", "other"):
+        with pytest.raises(RunError, match=rf"^{tmp_path / output}: transformers computes other logits"):
+            export(learned_run, tmp_path / output, overwrite=True)
+        assert all_files(tmp_path) == before
 
 
 def test_models_that_are_not_there(learned_run: Path, tmp_path: Path) -> None:

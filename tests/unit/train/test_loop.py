@@ -248,3 +248,13 @@ def test_rows_that_evaluation_cannot_read_are_refused_first(
     plan_start(model, rows)
     with pytest.raises(UserError, match=r"(?s)longer than the model's positions.*16 positions"):
         plan_start(model, rows, rows)
+
+
+@pytest.mark.parametrize(("warmup", "warned"), [(2, False), (3, True)])
+def test_a_warm_up_longer_than_a_run_of_epochs_is_told(tmp_path: Path, warmup: int, warned: bool) -> None:
+    """With train.epochs the length is known only once the data is open: a warning with both numbers."""
+    data = write_rows(tmp_path / "data", random_rows(4, seed=0))
+    words = ("train.epochs=1", "train.global_batch_size=2", f"schedule.warmup_steps={warmup}")
+    train(tiny_config(data, tmp_path / "run", *words))
+    text = (tmp_path / "run" / "log.txt").read_text()
+    assert ("warning: the warm-up is longer than the run: schedule.warmup_steps = 3 of 2 steps" in text) is warned

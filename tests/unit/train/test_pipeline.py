@@ -16,7 +16,7 @@ from danlu.config.load import build, load
 from danlu.config.pipeline import Pipeline, references, resolve
 from danlu.train import pipeline_run
 from danlu.train.pipeline_run import plan_pipeline, run_pipeline
-from tiny import PLAIN, SENTENCES
+from tiny import PLAIN, SENTENCES, held_elsewhere
 
 STAGES = """
 name = "test"
@@ -211,11 +211,10 @@ def test_a_lost_record_costs_a_rerun_and_nothing_else(pipeline: Run) -> None:
     assert (pipeline.output / "model.old-1").is_dir()
 
 
-def test_two_runs_of_one_pipeline_do_not_mix(pipeline: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_of_one_pipeline_do_not_mix(pipeline: Run) -> None:
     """While one process runs it, another is refused."""
     config = pipeline.load()
-    pipeline.output.mkdir()
-    with pipeline_run._locked(pipeline.output), pytest.raises(UserError, match="another process"):
+    with held_elsewhere(pipeline.output), pytest.raises(UserError, match="another process"):
         run_pipeline(config)
 
 

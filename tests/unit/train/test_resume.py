@@ -142,6 +142,14 @@ def test_another_run_is_not_continued(
         train(tiny_config(tiny_rows, folder, *WORDS, *words))
 
 
+def test_of_another_model_only_what_differs_is_shown(tmp_path: Path, tiny_rows: Path, whole: Path) -> None:
+    """Two sizes changed: these two and their old values, not the whole shape twice."""
+    folder = at_step(whole, 3, tmp_path / "run")
+    with pytest.raises(UserError) as caught:
+        train(tiny_config(tiny_rows, folder, *WORDS, "model.num_layers=3", "model.mlp_size=48"))
+    assert "seen:  {'num_layers': 3, 'mlp_size': 48}\n  legal: {'num_layers': 2, 'mlp_size': 64}" in str(caught.value)
+
+
 def test_other_data_is_not_continued(tmp_path: Path, whole: Path) -> None:
     """The rows' fingerprint is part of the run's identity."""
     folder = at_step(whole, 3, tmp_path / "run")
@@ -169,6 +177,7 @@ def test_a_finished_run_does_nothing_more(tmp_path: Path, tiny_rows: Path, whole
     before = losses(folder)
     result = train(tiny_config(tiny_rows, folder, *WORDS))
     assert (result.step, result.finished, result.losses) == (STEPS, True, {})
+    assert "nothing is left to train" in (folder / "log.txt").read_text()
     assert losses(folder) == before
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000012"]
 
