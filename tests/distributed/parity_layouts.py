@@ -37,6 +37,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "qwen2.5": ('model.name="qwen2.5-0.5b"',),
     "mistral": ("model.init=random",),
+    "moe": ('model.name="tiny-moe"', "model.num_experts=4", "model.experts_per_token=2", "model.expert_size=16"),
 }  # fmt: skip
 MISTRAL_WINDOW = 4
 """Tokens; no preset has a window that rows of a few tokens would notice."""
@@ -120,6 +121,13 @@ _EVERY_AXIS_AND_MIX = """
 4 tp=4
 4 tp=4 sp=false
 4 cp=4
+2 pp=2 train.micro_batch_size=2
+2 pp=2 train.micro_batch_size=2 pp_schedule=gpipe
+4 pp=2 dp_replicate=2 train.micro_batch_size=2
+4 pp=2 dp_shard=2 zero=3 train.micro_batch_size=2
+4 pp=2 tp=2 train.micro_batch_size=2
+4 pp=2 cp=2 train.micro_batch_size=4
+8 pp=2 tp=2 dp_shard=2 zero=2 train.micro_batch_size=2
 8 dp_shard=2 cp=2 tp=2 zero=3
 8 dp_shard=2 cp=2 tp=2 zero=2 cp_method=ulysses train.micro_batch_size=2
 8 dp_replicate=2 dp_shard=2 tp=2 zero=1 bucket_cap_mb=0.001
@@ -144,6 +152,7 @@ LAYOUTS: list[Layout] = [
         2 cp=2
         4 dp_shard=2 tp=2 zero=2
         4 tp=4
+        2 pp=2 train.micro_batch_size=2
         8 dp_shard=2 cp=2 tp=2 zero=1
         """,
     ),
@@ -163,6 +172,17 @@ LAYOUTS: list[Layout] = [
         2 tp=2
         4 dp_shard=2 tp=2 zero=3
         4 dp_shard=2 cp=2 zero=2
+        """,
+    ),
+    *_layouts(
+        "moe",
+        """
+        2 ep=2
+        2 zero=3
+        2 zero=3 ep=2
+        4 dp_shard=4 zero=1 ep=2
+        4 cp=2 zero=2 ep=4
+        4 dp_shard=2 tp=2 zero=3 ep=2
         """,
     ),
     *_layouts(

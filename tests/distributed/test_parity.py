@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from danlu.config.schema import ParallelSection
+from danlu.config.load import load
+from danlu.config.schema import Config, ParallelSection
 from distributed.parity_layouts import BLIND, FAMILIES, LAYOUTS, Bench, Layout
 from distributed.pool import RankPool
 from tiny import last_tensors, read_metrics
 
 
 @pytest.fixture(scope="module")
-def bench(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """Data and references for all layouts."""
-    yield Bench(pool, tmp_path_factory.mktemp("parity"))
+    return Bench(pool, tmp_path_factory.mktemp("parity"))
 
 
 @pytest.mark.timeout(120)
@@ -38,20 +37,21 @@ def test_every_axis_and_every_pair_is_there() -> None:
     assert len(set(LAYOUTS)) == len(LAYOUTS)
     assert {layout.family for layout in LAYOUTS} == set(FAMILIES)
     used = [axes(layout) for layout in LAYOUTS]
-    names = ("dp_replicate", "dp_shard", "cp", "tp")
+    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     for axis in names:
         assert {axis} in used
     for pair in itertools.combinations(names, 2):
         assert set(pair) in used, pair
     assert any(len(found) == 3 for found in used)
     stages = {(zero(layout), axis) for layout in LAYOUTS for axis in axes(layout)}
-    assert {(stage, axis) for stage in (1, 2, 3) for axis in names} <= stages
+    assert {(stage, axis) for stage in (1, 2, 3) for axis in names[1:]} <= stages
+    assert {parallel(layout).ep for layout in LAYOUTS} >= {1, 2, 4}
 
 
 def axes(layout: Layout) -> set[str]:
     """Return the axes with more than one rank; ZeRO alone takes all ranks for dp_shard."""
     section = parallel(layout)
-    found = {axis for axis in ("dp_replicate", "dp_shard", "cp", "tp") if (getattr(section, axis) or 1) > 1}
+    found = {axis for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if (getattr(section, axis) or 1) > 1}
     return found or ({"dp_shard"} if section.zero else set())
 
 
@@ -60,8 +60,8 @@ def zero(layout: Layout) -> int:
 
 
 def parallel(layout: Layout) -> ParallelSection:
-    pairs = [word.split(".", 1)[1].split("=") for word in layout.words.split() if word.startswith("parallel.")]
-    return ParallelSection.model_validate(dict(pairs))
+    words = [word for word in layout.words.split() if word.startswith("parallel.")]
+    return load(Config, None, words).config.parallel
 
 
 def test_the_run_stresses_what_it_is_meant_to(bench: Bench) -> None:

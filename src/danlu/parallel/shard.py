@@ -312,7 +312,9 @@ def local_range(tensor: Tensor) -> tuple[Tensor, int]:
     axis = len(dims) - 1
     assert isinstance(dims[axis], ShardPlacement)
     rows = -(-tensor.shape[0] // ranks[axis])
-    first = min(tensor.shape[0], tensor.device_mesh.get_local_rank(axis) * rows)
+    place = tensor.device_mesh.get_coordinate()  # not by its group: torch caches meshes, and an older job's is as equal
+    assert place is not None
+    first = min(tensor.shape[0], place[axis] * rows)
     return local, first * (tensor.numel() // max(1, tensor.shape[0]))
 
 
