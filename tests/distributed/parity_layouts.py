@@ -2,12 +2,12 @@
 
 A family is a shape of model that stresses other code: grouped or single key heads, biases, tied tables, windows,
 vocabularies that no number of ranks divides. A layout is a family, a number of ranks and config words. The test
-(`test_parity`) and the page (`parity_page`) both walk `LAYOUTS`, so what is documented is what is tested.
+(`test_layout_parity`) and the page (`parity_page`) both walk `LAYOUTS`, so what is documented is what is tested.
 
 `attention.key.bias` is left out of the comparison of weights: a vector added to every key adds the same number to all
 scores of a query, which no softmax sees, so its gradient is zero (nearly zero with rotary positions, which turn the
-vector with its key). What is left is rounding noise, which AdamW scales to full steps. `test_parity` compares that
-gradient itself.
+vector with its key). What is left is rounding noise, which AdamW scales to full steps. That gradient itself is compared
+within an absolute tolerance, in one step.
 """
 
 from __future__ import annotations

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 
 from danlu.config.load import load
 from danlu.config.schema import Config, ParallelSection
+from distributed.one_step import assert_same_step, step, whole_gradients
 from distributed.parity_layouts import BLIND, FAMILIES, LAYOUTS, Bench, Layout
 from distributed.pool import RankPool
 from tiny import last_tensors, read_metrics
@@ -86,6 +88,20 @@ def test_only_blind_parameters_are_left_out(bench: Bench) -> None:
         skipped = [name for name in last_tensors(bench.reference(family)) if BLIND in name]
         assert skipped == [f"model.blocks.{layer}.{BLIND}" for layer in range(2)]
     assert not [name for name in last_tensors(bench.reference("llama")) if BLIND in name]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2.5"])
+@pytest.mark.parametrize(("ranks", "layout"), [(2, "cp=2"), (2, "zero=3"), (4, "tp=2 zero=2"), (4, "tp=2 cp=2")])
+def test_gradients_of_key_biases_agree_in_one_step(
+    pool: RankPool, tmp_path: Path, family: str, ranks: int, layout: str
+) -> None:
+    """What the comparison of weights skips is compared here: next to nothing of the norm, and equal to 1e-6."""
+    (alone,) = pool.run(1, step, tmp_path, FAMILIES[family])
+    words = (*FAMILIES[family], *(f"parallel.{word}" for word in layout.split()))
+    assert_same_step(pool.run(ranks, step, tmp_path, words), alone)
+    for name, gradient in whole_gradients([alone]).items():
+        if name.endswith(BLIND):
+            assert float(gradient.norm()) < 1e-4 * alone.norm
 
 
 def test_the_window_of_mistral_bites(bench: Bench) -> None:
