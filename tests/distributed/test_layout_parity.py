@@ -95,13 +95,13 @@ def test_only_blind_parameters_are_left_out(bench: Bench) -> None:
 def test_gradients_of_key_biases_agree_in_one_step(
     pool: RankPool, tmp_path: Path, family: str, ranks: int, layout: str
 ) -> None:
-    """What the comparison of weights skips is compared here: next to nothing of the norm, and equal to 1e-6."""
+    """What the comparison of weights skips is compared here: zero without rotary positions, small with, equal to 1e-6."""
     (alone,) = pool.run(1, step, tmp_path, FAMILIES[family])
     words = (*FAMILIES[family], *(f"parallel.{word}" for word in layout.split()))
     assert_same_step(pool.run(ranks, step, tmp_path, words), alone)
     for name, gradient in whole_gradients([alone]).items():
         if name.endswith(BLIND):
-            assert float(gradient.norm()) < 1e-4 * alone.norm
+            assert float(gradient.norm()) < (1e-6 if family == "gpt2" else 1e-2) * alone.norm
 
 
 def test_the_window_of_mistral_bites(bench: Bench) -> None:

@@ -99,8 +99,9 @@ def fill_from_hf(spec: ModelSpec, targets: Mapping[str, Tensor | Piece], folder:
     shapes = spec.parameter_shapes()
     maps = _match_names(spec, files.names, folder)
     for name, tensor_map in maps.items():
-        if not any(fqn in targets for fqn in tensor_map.fqns):
-            continue
+        wanted = [_part(targets[fqn], tensor_map) for fqn in tensor_map.fqns if fqn in targets]
+        if not any(isinstance(part, Tensor) or part.boxes for part in wanted):
+            continue  # another rank's
         tensor = files.read(name)
         shape = tensor_map.hf_shape(shapes)
         if tensor.shape != shape:

@@ -312,7 +312,8 @@ def local_range(tensor: Tensor) -> tuple[Tensor, int]:
     axis = len(dims) - 1
     assert isinstance(dims[axis], ShardPlacement)
     rows = -(-tensor.shape[0] // ranks[axis])
-    place = tensor.device_mesh.get_coordinate()  # not by its group: torch caches meshes, and an older job's is as equal
+    # its coordinate and not its rank in a group: torch's caches can hand out an equal mesh of a job that has ended
+    place = tensor.device_mesh.get_coordinate()
     assert place is not None
     first = min(tensor.shape[0], place[axis] * rows)
     return local, first * (tensor.numel() // max(1, tensor.shape[0]))
