@@ -249,6 +249,7 @@ def build_model(config: Config, start: Start, world: World, sequence_length: int
             apply_context(part, world.axis_group("cp"), parallel.cp_method, tensor_degree=world.degrees.tp)
     if pipeline is not None:
         pipeline.adopt(parts)
+        pipeline.open(world.device, tied=start.spec.tied_embeddings)
     reducer: Reducer | None = None
     if parallel.zero == 3:  # while still on meta: no rank ever holds the whole
         reducer = FullShardReducer(
