@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from danlu.base import env
 from danlu.base.errors import UserError
 from danlu.base.layout import AXES, Degrees
+from danlu.base.log import log
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,13 @@ def open_world(degrees: Degrees | None = None, *, device: str = "auto", timeout_
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    if place.rank == 0 and degrees is not None and place.local_world_size % degrees.tp:
+        log.warning(
+            "tensor parallel ranks lie on several machines (parallel.tp = %d, %d processes on this one): every layer "
+            "waits for the network; choose a tp that divides the processes of a machine",
+            degrees.tp,
+            place.local_world_size,
+        )
     try:
         yield _make_world(place.rank, place.world_size, here, degrees, timeout)
     except BaseException:
@@ -165,19 +173,28 @@ def _make_world(rank: int, size: int, device: torch.device, degrees: Degrees | N
     checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
     up, down = (dist.new_group(timeout=timeout), dist.new_group(timeout=timeout)) if degrees.pp > 1 else (None, None)
     assert dist.group.WORLD is not None
+    for group in (shard_group, reduce_group, *mesh.get_all_groups()):
+        _set_timeout(group, timeout)
     return World(
         rank, size, device, degrees, mesh, dist.group.WORLD, reduce_group, shard_group, checkpoint_group,
-        _expert_groups(device, degrees), up, down,
+        _expert_groups(device, degrees, timeout), up, down,
     )  # fmt: skip
 
 
-def _expert_groups(device: torch.device, degrees: Degrees) -> ExpertGroups | None:
+def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """A mesh makes its groups with torch's own timeout, and there is no public way to say another."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def _expert_groups(device: torch.device, degrees: Degrees, timeout: timedelta) -> ExpertGroups | None:
     if degrees.ep == 1:
         return None
     names = ("pp", "expert_replicate", "expert_shard", "ep", "tp")
     mesh = init_device_mesh(device.type, degrees.expert_shape, mesh_dim_names=names)
     reduce_group = mesh["expert_replicate", "expert_shard"]._flatten("expert_reduce").get_group()
     shard_group, replicate_group = mesh.get_group("expert_shard"), mesh.get_group("expert_replicate")
+    for group in (reduce_group, *mesh.get_all_groups()):
+        _set_timeout(group, timeout)
     return ExpertGroups(mesh.get_group("ep"), reduce_group, shard_group, replicate_group)
 
 

@@ -5,177 +5,46 @@ Functions here are the only ones that read the config and hand plain values to t
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from danlu.base.devices import peak_flops
 from danlu.base.errors import UserError
-from danlu.base.layout import Degrees, check_expert, check_tensor
-from danlu.checkpoint.convert import fill_from_hf, load_hf
-from danlu.checkpoint.hub import local_folder, resolve_model
-from danlu.checkpoint.store import Checkpoint
+from danlu.checkpoint.convert import fill_from_hf
 from danlu.config.rules import (
-    check_experts,
     micro_batch_size,
     router_balance,
-    size_overrides,
 )
-from danlu.config.schema import Config, ModelSection
+from danlu.config.schema import Config
 from danlu.data.batch import MicroBatch, pad_length
-from danlu.data.dataset import PackedDataset, RowSource
+from danlu.data.dataset import RowSource
 from danlu.data.loader import Loader
-from danlu.data.order import split_rows
 from danlu.model.decoder import Decoder, initial_value
-from danlu.model.families import hf_from_spec
 from danlu.model.flops import train_flops_per_token
-from danlu.model.presets import PRESETS
 from danlu.model.spec import ModelSpec
 from danlu.objective.cross_entropy import CrossEntropy, Objective, VocabularyShard
-from danlu.parallel.context import apply_context, check_context, join_routers, row_multiple, split_batch
+from danlu.parallel.context import apply_context, join_routers, split_batch
 from danlu.parallel.data import LATE, JointReducer, Named, Reducer, ReplicaReducer, check_replicas
 from danlu.parallel.expert import apply_expert, expert_modules
 from danlu.parallel.mesh import World
 from danlu.parallel.pipeline import Channels, Pipeline
 from danlu.parallel.placement import Block, Piece
-from danlu.parallel.schedule import schedule_facts
 from danlu.parallel.shard import FullShardReducer, ShardedGradientReducer, ShardedReducer, local_range
-from danlu.parallel.stages import plan_stages
 from danlu.parallel.tensor import apply_tensor
 from danlu.train.forward import Forward
-from danlu.train.load import DTYPES, fill_from_checkpoint, find_checkpoint, spec_from_record
+from danlu.train.layout import num_virtual_stages, plan_layers, reshards_after_forward
+from danlu.train.load import DTYPES, fill_from_checkpoint
 from danlu.train.metrics import Rates
 from danlu.train.optimizer import HybridOptimizer, can_fuse
+from danlu.train.start import Start
 
 TABLE = "embedding.weight"
 """The parameter that tied embeddings share."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a model comes from: its shape and, unless it starts from random weights, a folder with them."""
-
-    spec: ModelSpec
-    weights: Path | Checkpoint | None
-
-
-def check_layout(config: Config, spec: ModelSpec, degrees: Degrees, sequence_length: int) -> None:
-    """Raise `UserError` where this model, or its rows, cannot be laid out so."""
-    for width in {spec.mlp_size, spec.expert_width if spec.num_experts else spec.mlp_size}:
-        check_tensor(degrees.tp, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, mlp_size=width)
-    if degrees.cp > 1:
-        heads = (spec.num_heads // degrees.tp, max(1, spec.num_kv_heads // degrees.tp))
-        check_context(config.parallel.cp_method, degrees.cp, *heads)
-    multiple = length_multiple(config, degrees)
-    plan_layers(config, spec, degrees, sequence_length)
-    check_expert(degrees, num_experts=spec.num_experts, zero=config.parallel.zero)
-    padded = -(-sequence_length // multiple) * multiple
-    if spec.positions == "learned" and padded > spec.max_positions:
-        raise UserError(
-            "rows are padded beyond the model's positions, so that every rank has an equal part",
-            where="parallel.cp" if degrees.cp > 1 else "parallel.sp",
-            seen=f"rows of {sequence_length} tokens, {spec.max_positions} positions",
-            legal=f"rows of at most {spec.max_positions // multiple * multiple} tokens",
-            hint=f"build rows whose length is a multiple of {multiple}",
-        )
-
-
-def length_multiple(config: Config, degrees: Degrees) -> int:
-    """Return what the length of a row is padded to a multiple of, so that cp and sp ranks have equal parts."""
-    tokens = degrees.tp if config.parallel.sp else 1
-    return row_multiple(degrees.cp, config.parallel.cp_method, tokens) if degrees.cp > 1 else tokens
-
-
-def open_sources(paths: Sequence[str], on_corrupt: str) -> list[PackedDataset]:
-    """Open data folders and check that they agree on the tokenizer's size."""
-    sources = [PackedDataset(path, on_corrupt="skip" if on_corrupt == "skip" else "fail") for path in paths]
-    sizes = {source.vocab_size for source in sources}
-    if len(sizes) > 1:
-        seen = ", ".join(f"{source.folder}: {source.vocab_size}" for source in sources)
-        raise UserError("the data folders were built with different tokenizers", where="data", seen=seen)
-    return sources
-
-
-def hold_out(
-    sources: Sequence[PackedDataset], fraction: float, *, seed: int
-) -> tuple[Sequence[RowSource], Sequence[RowSource]]:
-    """Split off ``fraction`` of each source's rows and return (training rows, held-out rows)."""
-    if not fraction:
-        return sources, []
-    pairs = [split_rows(source, max(1, round(len(source) * fraction)), seed=seed) for source in sources]
-    return [train for train, _ in pairs], [held_out for _, held_out in pairs]
-
-
-def plan_start(model: ModelSection, sources: Sequence[PackedDataset], held_out: Sequence[PackedDataset] = ()) -> Start:
-    """Find out which model is trained on ``sources`` and evaluated on ``held_out``, before anything expensive happens.
-
-    Raises:
-        UserError: unknown name, sizes that cannot be changed, rows with more token ids or positions than the model has.
-    """
-    weights: Path | Checkpoint | None = None
-    if saved := find_checkpoint(model.name):
-        weights, spec = saved, spec_from_record(saved.record["identity"]["model"], model.name)
-    elif (found := resolve_model(model.name)).kind != "preset":
-        weights = local_folder(found)
-        spec = load_hf(weights)
-    else:
-        spec = PRESETS[model.name]
-        if model.init == "pretrained":
-            raise UserError(
-                "a preset is only a shape and has no weights",
-                where="model.init",
-                seen=model.name,
-                hint="name an HF folder, a run folder, a GGUF file or a hub id",
-            )
-    check_experts(model, spec.num_experts)
-    changes = size_overrides(model)
-    if model.init == "random" or weights is None:
-        spec, weights = dataclasses.replace(spec, **_consistent(changes)), None
-        if changes:
-            hf_from_spec(spec)  # sizes that no config.json of the family can say are refused before training
-    elif changes:
-        raise UserError(
-            "a pretrained model keeps its sizes",
-            where=f"model.{next(iter(changes))}",
-            seen=changes,
-            hint='set model.init = "random", or leave the size out',
-        )
-    _check_fit(spec, sources, spec.max_positions)
-    _check_fit(spec, held_out, spec.longest_input)
-    return Start(spec, weights)
-
-
-def _consistent(changes: dict[str, Any]) -> dict[str, Any]:
-    """A changed width or number of heads changes the head width with it, unless that is given too."""
-    if "head_dim" not in changes and "hidden_size" in changes and "num_heads" in changes:
-        return {**changes, "head_dim": changes["hidden_size"] // changes["num_heads"]}
-    return changes
-
-
-def _check_fit(spec: ModelSpec, sources: Sequence[PackedDataset], max_positions: int) -> None:
-    for source in sources:
-        if source.vocab_size > spec.vocab_size:
-            raise UserError(
-                "the data has more token ids than the model has embedding rows",
-                where=str(source.folder),
-                seen=f"{source.vocab_size} token ids, model.vocab_size = {spec.vocab_size}",
-                hint="build the data with the model's tokenizer, or set model.vocab_size for a model from scratch",
-            )
-        if source.sequence_length > max_positions:
-            raise UserError(
-                "the rows are longer than the model's positions",
-                where=str(source.folder),
-                seen=f"rows of {source.sequence_length} tokens",
-                legal=f"at most {max_positions} positions",
-                hint=f"build the data with sequence_length = {max_positions}, or raise model.max_positions of a model "
-                "from scratch",
-            )
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -266,33 +135,6 @@ def build_model(config: Config, start: Start, world: World, sequence_length: int
     if reducer is None:  # last, because it takes hold of the parameters as they are
         reducer = _build_reducer(parts, config, world)
     return Built(parts, blocks, reducer, pipeline)
-
-
-def num_virtual_stages(config: Config) -> int:
-    """Return the pipeline stages of each rank."""
-    facts, wanted = schedule_facts(config.parallel.pp_schedule), config.parallel.pp_virtual
-    if wanted is not None and not facts.takes(wanted):
-        raise UserError(
-            f'pp_schedule = "{config.parallel.pp_schedule}" has another number of stages a rank',
-            where="parallel.pp_virtual",
-            seen=wanted,
-            legal=facts.legal_virtual,
-        )
-    return facts.min_virtual if wanted is None else wanted
-
-
-def reshards_after_forward(config: Config) -> bool:
-    """Return whether ZeRO-3 frees a block's whole parameters after its forward pass."""
-    wanted = config.parallel.reshard_after_forward
-    return config.parallel.pp == 1 if wanted is None else wanted
-
-
-def plan_layers(config: Config, spec: ModelSpec, degrees: Degrees, sequence_length: int) -> list[range]:
-    """Return the blocks of each pipeline stage (one stage without a pipeline)."""
-    if degrees.pp == 1:
-        return [range(spec.num_layers)]
-    num_stages = degrees.pp * num_virtual_stages(config)
-    return plan_stages(spec, num_stages, sequence_length=sequence_length, split=config.parallel.pp_split)
 
 
 def build_pipeline(config: Config, world: World) -> Pipeline | None:

@@ -256,13 +256,18 @@ def _from_checkpoint(name: str, saved: Checkpoint, dtype: torch.dtype, device: t
         model = Decoder(spec, compute_dtype=dtype)
     model.to_empty(device=device)
     fill_from_checkpoint(dict(model.named_parameters()), saved)
+    return describe_checkpoint(name, saved, model.to(dtype).eval())
+
+
+def describe_checkpoint(name: str, saved: Checkpoint, model: Decoder) -> TrainedModel:
+    """Return ``model`` with what is known about the checkpoint that its weights are from."""
     inside_run = saved.folder.resolve().parent
     run = inside_run.parent if inside_run.name == "checkpoints" else None
     data = Path(saved.record["config"]["data"]["train"][0])
     places = [data / "tokenizer", data] if run is None else [run / "tokenizer", data / "tokenizer", data]
     tokenizer_folder = next((place for place in places if has_tokenizer(place)), None)
     data_config = saved.record["data_config"]
-    return TrainedModel(model.to(dtype).eval(), name, saved.folder, run, saved.step, tokenizer_folder, data_config)
+    return TrainedModel(model, name, saved.folder, run, saved.step, tokenizer_folder, data_config)
 
 
 def _generation_stops(folder: Path) -> list[int]:
