@@ -253,10 +253,10 @@ def fill_from_checkpoint(
 def _from_checkpoint(name: str, saved: Checkpoint, dtype: torch.dtype, device: torch.device) -> TrainedModel:
     spec = spec_from_record(saved.record["identity"]["model"], str(saved.folder))
     with torch.device("meta"):
-        model = Decoder(spec, compute_dtype=dtype)
+        model = Decoder(spec, compute_dtype=dtype).to(dtype)  # before it has memory: fp32 would take twice as much
     model.to_empty(device=device)
     fill_from_checkpoint(dict(model.named_parameters()), saved)
-    return describe_checkpoint(name, saved, model.to(dtype).eval())
+    return describe_checkpoint(name, saved, model.eval())
 
 
 def describe_checkpoint(name: str, saved: Checkpoint, model: Decoder) -> TrainedModel:
