@@ -28,7 +28,9 @@ def step(rows: list[list[list[Document]]]) -> tuple[float, dict[str, torch.Tenso
         batches = [micro_batch([row], width=len(row[0])) for row in rows[world.rank]]
         targets = int(sum_over(world.group, count_tokens(batches)[0])[0])
         counts: list[int] = []
-        hook = model.blocks[model.spec.num_layers - 1].mlp.experts.register_forward_pre_hook(lambda _, at: counts.extend(at[1].tolist()))
+        hook = model.blocks[model.spec.num_layers - 1].mlp.experts.register_forward_pre_hook(
+            lambda _, at: counts.extend(at[1].tolist())
+        )
         for _ in range(2):
             reducer.zero()
             _, parts = forward_backward(
