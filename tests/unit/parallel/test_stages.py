@@ -40,6 +40,11 @@ def test_no_split_is_better(costs: list[int], data: st.DataObject) -> None:
     assert score(costs, sizes) == min(score(costs, split) for split in splits)
 
 
+def test_what_is_below_the_largest_is_even_too() -> None:
+    """One block of 30 is slowest whatever comes after it; the rest must not be split as if it mattered most."""
+    assert _balance((30.0, 1.0, 8.0, 6.0, 2.0), 4) == (1, 2, 1, 1)
+
+
 @pytest.mark.parametrize("num_stages", range(1, 9))
 def test_br_097_no_layer_is_lost(num_stages: int) -> None:
     """1 to 64 layers on 1 to 8 stages: consecutive, disjoint, complete, none empty; equal costs differ by one block."""
