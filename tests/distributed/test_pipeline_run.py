@@ -36,7 +36,10 @@ from tiny import (
 )
 
 pytestmark = pytest.mark.timeout(120)
-WORDS = ("model.num_layers=4", "train.steps=8", "optimizer.max_grad_norm=0.5", "optimizer.eps=1e-6")
+WORDS = (
+    "model.num_layers=4", "train.steps=8", "schedule.warmup_steps=3", "optimizer.max_grad_norm=0.5",
+    "optimizer.eps=1e-6",
+)  # fmt: skip
 PP2 = ("parallel.pp=2", "train.micro_batch_size=2")
 
 
@@ -161,7 +164,7 @@ def first_mask(data: Path, output: Path, *words: str) -> list[bool]:
 
 def test_stages_drop_different_numbers(pool: RankPool, tmp_path: Path, tiny_rows: Path) -> None:
     """The first masks of four stages differ from one another, and are the same in the next run."""
-    words = ("parallel.pp=4", "train.micro_batch_size=2", "train.steps=1")
+    words = ("parallel.pp=4", "train.micro_batch_size=2", "train.steps=1", "schedule.warmup_steps=0")
     masks = pool.run(4, first_mask, tiny_rows, tmp_path / "first", *words)
     assert len({tuple(mask) for mask in masks}) == 4
     assert masks == pool.run(4, first_mask, tiny_rows, tmp_path / "second", *words)
@@ -174,7 +177,7 @@ def test_held_out_loss_is_one_process_s(
 ) -> None:
     """11 rows in 11, 4 and 1 micro-batches, more and fewer than a pipeline's stages: the same numbers on all ranks."""
     other = write_rows(tmp_path / "other", random_rows(11, seed=5))
-    words = (f"eval.data={other}", "train.steps=2", "eval.every_steps=1", f"eval.micro_batch_size={micro_batch}")
+    words = (f"eval.data={other}", "train.steps=3", "eval.every_steps=2", f"eval.micro_batch_size={micro_batch}")
     (expected,) = pool.run(1, run, tiny_rows, tmp_path / "alone", *words)
     answers = pool.run(2, run, tiny_rows, tmp_path / "run", *words, *PP2, f"parallel.pp_schedule={schedule}")
     for answer in answers:

@@ -29,7 +29,7 @@ def make(*words: str) -> Config:
         (["parallel.tp=-1", "parallel.dp_replicate=-1"], 4, "parallel.tp:", ["only one axis", "= tp = -1"]),
         (["parallel.dp_shard=2"], 2, "parallel.dp_shard:", ["zero = 0 splits nothing", "dp_replicate"]),
         (["parallel.sp=false"], 1, "parallel.sp:", ["no effect", "parallel.tp = 1"]),
-        (["parallel.pp_schedule=zbv"], 1, "parallel.pp_schedule:", ["no effect", "parallel.pp = 1", "1f1b (the default)"]),
+        (["parallel.pp_schedule=zbv"], 1, "parallel.pp_schedule:", ["no effect", "pp = 1", "1f1b (the default)"]),
         (["parallel.pp_virtual=2"], 1, "parallel.pp_virtual:", ["no effect", "parallel.pp = 1", "unset"]),
         (["parallel.pp_split=[1,1]"], 1, "parallel.pp_split:", ["no effect", "parallel.pp = 1", "unset"]),
         (["metrics.trace_schedule=2"], 1, "metrics.trace_schedule:", ["no effect", "parallel.pp = 1", "0 (the def"]),
