@@ -111,7 +111,7 @@ def opened(folder: Path, words: Sequence[str]) -> list[tuple[str, tuple[int, ...
 def test_br_082_a_hugging_face_folder_opens_in_any_layout(
     pool: RankPool, tmp_path: Path, ranks: int, layout: str
 ) -> None:
-    """tp = 1, 2 and 4 with 2 key heads and 65 rows: what the ranks hold together is the file, bit for bit."""
+    """Tp = 1, 2 and 4 with 2 key heads and 65 rows: what the ranks hold together is the file, bit for bit."""
     model = tiny_model(seed=5, vocab_size=65)
     save_hf(model, tmp_path / "model")
     spread = tuple(f"parallel.{word}" for word in layout.split())
@@ -128,9 +128,13 @@ def opened_from(folder: Path, words: Sequence[str]) -> list[tuple[str, tuple[int
     import distributed.one_step as here
 
     plain = here.tiny_config
-    here.tiny_config = lambda data, output, *more: load(  # type: ignore[assignment]
-        Config, None, [*PLAIN, f"data.train={data}", f"train.output={output}", *more, f"model.name={folder / 'model'}"]
-    ).config
+    here.tiny_config = lambda data, output, *more: (
+        load(  # type: ignore[assignment]
+            Config,
+            None,
+            [*PLAIN, f"data.train={data}", f"train.output={output}", *more, f"model.name={folder / 'model'}"],
+        ).config
+    )
     try:
         return opened(folder, words)
     finally:
