@@ -1,12 +1,13 @@
 """Runs a pipeline schedule: this rank's stages, action by action, and what moves between ranks.
 
 The order is not decided here: it is a checked value (`schedule`), and this file does what it says. For each action,
-take what it needs from its inbox, compute, pass the result on. Three rules make that safe on any backend:
+take what it needs from its inbox, compute, pass the result on. Four rules make that safe on any backend:
 
 - Sends never block. What was sent is kept until it has left.
 - Between two ranks there is one channel each way (`up` and `down` are process groups of their own, so that opposite
   messages never queue behind each other), and receives are posted in the sender's order, which the schedule gives.
   They are posted two ahead of need, so that a message travels while the rank computes.
+- Channels are opened before the first step (`Pipeline.open`), because NCCL connects two ranks at their first message.
 - Shapes are known to both sides: all ranks of a pipeline see the same rows, so nobody exchanges sizes, and every
   micro-batch may have its own length.
 
@@ -23,6 +24,7 @@ What it does not do: overlap one action's computing with another's, or split the
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -81,6 +83,19 @@ class Channels:
         assert work is not None
         return work
 
+    def meet(self) -> None:
+        """Wait until all ranks of the pipeline are here."""
+        token = torch.zeros(1)  # through the host, whatever the device
+        others = [place for place in range(len(self.ranks)) if place != self.place]
+        if self.place == 0:
+            for source in others:
+                self.receive(token, source).wait()
+            for work in [self.send(token, to) for to in others]:
+                work.wait()
+        else:
+            self.send(token, 0).wait()
+            self.receive(token, 0).wait()
+
     def sum_with(self, tensor: Tensor, peer: int) -> None:
         """Add what the rank at place ``peer`` has; both call this, and both end with the same numbers."""
         theirs = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -108,7 +123,11 @@ class _Held:
 
 @dataclass(frozen=True)
 class Traced:
-    """When an action ran, in seconds since the step began."""
+    """When an action ran, in seconds since all ranks of the pipeline had met: each reads its own clock from there on.
+
+    So times of different ranks agree as well as their answers to the last message of `Channels.meet`: within the
+    latency of one small message, and clocks do not drift apart within a step.
+    """
 
     action: Action
     start_seconds: float
@@ -180,6 +199,26 @@ class Pipeline:
             assert first.embedding is not None
             last.borrow_head(first.embedding)
 
+    def open(self, device: torch.device, *, tied: bool) -> None:
+        """Exchange a first message with each rank that this one is going to talk to, pair by pair in one order.
+
+        NCCL connects two ranks at their first message on a channel, and each of them waits there for the other. In the
+        order of a schedule, which posts receives before it sends, two ranks would wait on different channels.
+
+        Args:
+            device: where hidden states are.
+            tied: the ranks of the first and the last stage sum the gradients of a table that both hold.
+        """
+        places = [self.schedule(1).stage_to_rank[stage] for stage in range(self.num_stages)]
+        neighbours = [*itertools.pairwise(places), *([(places[-1], places[0])] if tied else [])]
+        for low, high in sorted({(min(pair), max(pair)) for pair in neighbours if pair[0] != pair[1]}):
+            if self.channels.place in (low, high):
+                peer = high if self.channels.place == low else low
+                for sender in (low, high):
+                    word = torch.zeros(1, device=device)
+                    talk = self.channels.send if self.channels.place == sender else self.channels.receive
+                    talk(word, peer).wait()
+
     def other_end(self) -> int | None:
         """Return where the last stage is, on the first's rank, and the reverse; None elsewhere or if both are here."""
         ends = {self.schedule(1).stage_to_rank[stage] for stage in (0, self.num_stages - 1)}
@@ -206,6 +245,14 @@ class Pipeline:
             trace: is filled with the time of each action.
         """
         _Step(self, make, num_micro_batches, forward, after_backward).run(trace)
+
+
+def _now() -> float:
+    """Return the time at which this rank has done everything that it was told to, except to send."""
+    if torch.cuda.is_initialized():
+        # not the whole device: what is being sent may have to wait for a receiver that waits for this rank
+        torch.cuda.current_stream().synchronize()
+    return time.perf_counter()
 
 
 class _Step:
@@ -238,17 +285,18 @@ class _Step:
         }
 
     def run(self, trace: list[Traced] | None) -> None:
+        if trace is not None:
+            _now()
+            self.channels.meet()
         began = time.perf_counter()
         for action in self.order:
             for inbox in self.inboxes.values():
                 inbox.post(self.make)
             got = self._receive(action)
-            start = time.perf_counter()
+            start = 0.0 if trace is None else _now()
             self._do(action, got)
             if trace is not None:
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
-                trace.append(Traced(action, start - began, time.perf_counter() - began))
+                trace.append(Traced(action, start - began, _now() - began))
             while self.leaving and self.leaving[0][0].is_completed():
                 self.leaving.popleft()
         for work, _ in self.leaving:

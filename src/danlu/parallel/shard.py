@@ -57,12 +57,15 @@ class ShardedReducer(BucketReducer):
         super().__init__(parts, bucket_cap_mb=bucket_cap_mb, multiple=shard_group.size())
         self.group, self.replicate_group = shard_group, replicate_group
         self.copies = replicate_group.size()
-        self.values, self.parts = [bucket.flat() for bucket in self.buckets], [self._part(b) for b in self.buckets]
+        self.values: list[Tensor] = []
+        self.parts = [self._part(bucket) for bucket in self.buckets]
         self._work: list[dist.Work | None] = []
-        for bucket, flat in zip(self.buckets, self.values, strict=True):
+        for bucket in self.buckets:  # one after another: what a bucket replaces is free before the next takes memory
+            flat = bucket.flat()
             for parameter, view in bucket.views(flat):
                 view.copy_(parameter.detach())
                 parameter.data = view
+            self.values.append(flat)
         self._hold_gradients()
 
     def _part(self, bucket: Bucket) -> Tensor:

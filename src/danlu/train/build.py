@@ -52,7 +52,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name != "auto":
         return DTYPES[name]
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     return (
         torch.bfloat16 if torch.backends.mkldnn.is_available() and torch.cpu._is_amx_tile_supported() else torch.float32
     )
@@ -118,6 +118,7 @@ def build_model(config: Config, start: Start, world: World, sequence_length: int
             apply_context(part, world.axis_group("cp"), parallel.cp_method, tensor_degree=world.degrees.tp)
     if pipeline is not None:
         pipeline.adopt(parts)
+        pipeline.open(world.device, tied=start.spec.tied_embeddings)
     reducer: Reducer | None = None
     if parallel.zero == 3:  # while still on meta: no rank ever holds the whole
         reducer = FullShardReducer(
@@ -195,9 +196,9 @@ def _reduce_over(
 ) -> Reducer:
     reduce_group, shard_group, replicate_group = groups
     everything = [entry for each in named.values() for entry in each]
-    check_replicas(everything, reduce_group)
     if reduce_group.size() == 1:
         return Reducer(everything)
+    check_replicas(everything, reduce_group)
     cap = config.parallel.bucket_cap_mb
     if config.parallel.zero == 0 or shard_group.size() == 1:
         return ReplicaReducer(named, reduce_group, bucket_cap_mb=cap)

@@ -45,7 +45,8 @@ def load_spread(name: str, world: World, *, dtype: str) -> TrainedModel:
     saved = find_checkpoint(name)
     folder = local_folder(resolve_model(name)) if saved is None else saved.folder
     spec = load_hf(folder) if saved is None else spec_from_record(saved.record["identity"]["model"], name)
-    check_tensor(world.degrees.tp, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, mlp_size=spec.mlp_size)
+    for width in {spec.mlp_size, spec.expert_width if spec.num_experts else spec.mlp_size}:
+        check_tensor(world.degrees.tp, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, mlp_size=width)
     layers = plan_stages(spec, world.degrees.pp, sequence_length=1)[world.place("pp")]
     with torch.device("meta"):
         model = SpreadDecoder(
@@ -53,15 +54,15 @@ def load_spread(name: str, world: World, *, dtype: str) -> TrainedModel:
             pipeline_group=world.axis_group("pp"), tensor_group=world.axis_group("tp"),
         )  # fmt: skip
     blocks = apply_tensor(model, world.axis_group("tp"), sp=False)
-    model.to_empty(device=world.device)
+    model.to(DTYPES[dtype]).to_empty(device=world.device)  # cast before it has memory: fp32 would take twice as much
     pieces = {fqn: Piece(blocks[fqn], parameter) for fqn, parameter in model.named_parameters()}
     if saved is not None:
         fill_from_checkpoint(pieces, saved, world.checkpoint_group)
-        return describe_checkpoint(name, saved, model.to(DTYPES[dtype]).eval())
+        return describe_checkpoint(name, saved, model=model)
     with torch.no_grad():
         fill_from_hf(spec, pieces, folder)
     tokenizer = folder if has_tokenizer(folder) else None
-    return TrainedModel(model.to(DTYPES[dtype]).eval(), name, folder, None, None, tokenizer, {})
+    return TrainedModel(model.eval(), name, folder, None, None, tokenizer, {})
 
 
 def spread_forward(opened: TrainedModel, world: World) -> Forward:
