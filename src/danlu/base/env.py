@@ -43,6 +43,8 @@ class Ranks:
     local_rank: int
     launched: bool
     """True under torchrun or an equivalent launcher (a rendezvous address is known)."""
+    local_world_size: int = 1
+    """Processes on this machine."""
 
 
 def ranks() -> Ranks:
@@ -50,7 +52,8 @@ def ranks() -> Ranks:
     rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
     if not 0 <= rank < world_size:
         raise UserError("RANK lies outside the world", where="RANK", seen=rank, legal=f"0 to {world_size - 1}")
-    return Ranks(rank, world_size, _number("LOCAL_RANK", 0), get("MASTER_ADDR") is not None and get("RANK") is not None)
+    launched = get("MASTER_ADDR") is not None and get("RANK") is not None
+    return Ranks(rank, world_size, _number("LOCAL_RANK", 0), launched, _number("LOCAL_WORLD_SIZE", world_size))
 
 
 def cache_folder() -> Path:

@@ -33,6 +33,8 @@ class Degrees:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
+    """Ranks that a layer's experts are spread over: some of those that would hold the same ones."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -49,12 +51,21 @@ class Degrees:
         """Number of data ranks: those with rows of their own."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def expert_shape(self) -> tuple[int, ...]:
+        """Ranks as experts see them: pp, copies of an expert's part, parts of an expert, ep, tp."""
+        inner = self.dp_shard * self.cp
+        if inner % self.ep == 0:
+            return (self.pp, self.dp_replicate, inner // self.ep, self.ep, self.tp)
+        return (self.pp, self.data * self.cp // self.ep, 1, self.ep, self.tp)
+
     def __str__(self) -> str:
-        parts = [f"{name}={size}" for name, size in zip(AXES, self.shape, strict=True) if size > 1]
+        named = [*zip(AXES, self.shape, strict=True), ("ep", self.ep)]
+        parts = [f"{name}={size}" for name, size in named if size > 1]
         return " x ".join(parts) or "one process"
 
 
-def solve_degrees(wanted: Mapping[str, int | None], *, world_size: int, zero: int) -> Degrees:
+def solve_degrees(wanted: Mapping[str, int | None], *, world_size: int, zero: int, ep: int = 1) -> Degrees:
     """Return the degrees for ``world_size`` processes.
 
     Args:
@@ -63,6 +74,7 @@ def solve_degrees(wanted: Mapping[str, int | None], *, world_size: int, zero: in
             otherwise.
         world_size: number of processes.
         zero: ZeRO stage, 0 to 3.
+        ep: expert parallel degree, which reuses ranks of the others.
 
     Raises:
         UserError: two axes take the rest, a degree is not positive, or the product is not ``world_size``.
@@ -88,7 +100,7 @@ def solve_degrees(wanted: Mapping[str, int | None], *, world_size: int, zero: in
     if world_size % product or (not rest and product != world_size):
         raise _bad_product(given, rest, product, world_size)
     solved = {**dict.fromkeys(AXES, 1), **given, **dict.fromkeys(rest, world_size // product)}
-    return Degrees(**solved)
+    return Degrees(**solved, ep=ep)
 
 
 def _bad_product(given: Mapping[str, int], rest: list[str], product: int, world_size: int) -> UserError:
@@ -129,6 +141,32 @@ def check_tensor(tp: int, *, num_heads: int, num_kv_heads: int, mlp_size: int) -
 def _splits(tp: int, num_heads: int, num_kv_heads: int, mlp_size: int) -> bool:
     kv_fits = num_kv_heads % tp == 0 or tp % num_kv_heads == 0
     return num_heads % tp == 0 and kv_fits and mlp_size % tp == 0
+
+
+def check_expert(degrees: Degrees, *, num_experts: int | None, zero: int) -> None:
+    """Raise `UserError` where experts cannot be spread over ``degrees.ep`` ranks.
+
+    Args:
+        degrees: the layout.
+        num_experts: experts of a layer; None for a model without.
+        zero: ZeRO stage, which then splits each expert over the ranks that are left: ep has to lie inside a copy.
+    """
+    if degrees.ep == 1:
+        return
+    if num_experts is None:
+        raise UserError(
+            "the model has no experts to spread", where="parallel.ep", seen=degrees.ep, legal="1 (the default)"
+        )
+    ranks = degrees.dp_shard * degrees.cp if zero else degrees.data * degrees.cp
+    if ranks % degrees.ep or num_experts % degrees.ep:
+        over = "dp_shard x cp" if zero else "dp_replicate x cp"
+        legal = [size for size in range(1, ranks + 1) if ranks % size == 0 and num_experts % size == 0]
+        raise UserError(
+            "experts are spread evenly, over ranks that would hold the same ones",
+            where="parallel.ep",
+            seen=f"ep={degrees.ep}; {num_experts} experts, {over} = {ranks} ranks",
+            legal=", ".join(map(str, legal)),
+        )
 
 
 def check_pipeline(pp: int, *, num_layers: int, num_virtual: int = 1) -> None:

@@ -38,6 +38,8 @@ def command(
     max_rows: Annotated[int | None, typer.Option(help="Only the first rows of each data set.")] = None,
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    tp: Annotated[int, typer.Option(help="Ranks that split every matrix (under torchrun).")] = 1,
+    pp: Annotated[int, typer.Option(help="Ranks that hold consecutive layers (under torchrun).")] = 1,
     output: Annotated[
         Path | None, typer.Option(help="JSON file to write (default: eval.json in the run folder).")
     ] = None,
@@ -54,7 +56,7 @@ def command(
         "completion_template": completion_template, "layout": layout, "system": system,
         "answer_marker": answer_marker, "majority_from": majority_from, "limit": limit, "seed": seed,
         "batch_size": batch_size, "max_new_tokens": max_new_tokens, "max_rows": max_rows, "dtype": dtype,
-        "device": device,
+        "device": device, "tp": tp, "pp": pp,
     }  # fmt: skip
     options = build(EvalOptions, given, source="command line")
 

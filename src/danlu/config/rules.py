@@ -165,7 +165,7 @@ def solve_layout(config: Config, world_size: int) -> Degrees:
         "pp": parallel.pp, "dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard, "cp": parallel.cp,
         "tp": parallel.tp,
     }  # fmt: skip
-    degrees = solve_degrees(wanted, world_size=world_size, zero=parallel.zero)
+    degrees = solve_degrees(wanted, world_size=world_size, zero=parallel.zero, ep=parallel.ep)
     if degrees.dp_shard > 1 and parallel.zero == 0:
         raise UserError(
             "zero = 0 splits nothing over dp_shard",

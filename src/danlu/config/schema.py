@@ -189,6 +189,8 @@ class ParallelSection(Section):
     """Ranks that split every row through attention (context parallelism); -1: what is left."""
     cp_method: Literal["ring", "ulysses"] = "ring"
     """With `cp`: keys travel round the ranks (arXiv 2310.01889), or heads go for tokens (arXiv 2309.14509)."""
+    ep: PositiveInt = 1
+    """Ranks that experts are spread over (arXiv 2006.16668), among those that would hold the same ones."""
     bucket_cap_mb: PositiveFloat = 25.0
     """Size of a gradient bucket in MiB; a bucket is reduced while the backward pass goes on."""
     timeout_seconds: PositiveInt = 600

@@ -59,6 +59,10 @@ class EvalOptions(Section):
     """Number format of weights and computation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes CUDA where there is a device."""
+    tp: PositiveInt = 1
+    """Ranks that split every matrix, for a model that is too large for one; the others share the work."""
+    pp: PositiveInt = 1
+    """Ranks that hold consecutive layers, for a model that is too large for one."""
 
 
 class ExportOptions(Section):

@@ -17,7 +17,8 @@ Paths, all exact:
   this path's place in `RowPlan.attend`;
 - with a cache: fresh keys are written first, then slots up to the query's position are visible.
 
-Grouped queries (arXiv:2305.13245) are passed as they are; keys are not repeated.
+Grouped queries (arXiv:2305.13245) are passed as they are to the causal kernel. The fused kernels that take a mask take
+no grouped heads, and without one of them the scores of all heads would exist, [B, N, S, S]: there keys are repeated.
 """
 
 from __future__ import annotations
@@ -121,13 +122,17 @@ class RowPlan:
         if self.in_pieces and not causal:
             pieces = self.pieces(query_BSNH.shape[0], num_heads, num_kv_heads)
             return attend_documents(query_BSNH, key_BKGH, value_BKGH, pieces, window)
+        grouped = num_heads != num_kv_heads
+        if grouped and not causal:
+            repeats = num_heads // num_kv_heads
+            key_BKGH, value_BKGH = (x.repeat_interleave(repeats, dim=2) for x in (key_BKGH, value_BKGH))
         mixed = F.scaled_dot_product_attention(
             query_BSNH.transpose(1, 2),
             key_BKGH.transpose(1, 2),
             value_BKGH.transpose(1, 2),
             attn_mask=None if causal else self.mask(window),
             is_causal=causal,
-            enable_gqa=num_heads != num_kv_heads,
+            enable_gqa=grouped and causal,
         )
         return mixed.transpose(1, 2)
 

@@ -17,14 +17,33 @@ from danlu.model.spec import ModelSpec
 
 
 class KVCache:
-    """Keys and values of every layer, each [B, capacity, G, H]; slots below ``num_filled`` may hold tokens."""
+    """Keys and values by layer, each [B, capacity, G, H]; slots below ``num_filled`` may hold tokens.
+
+    Args:
+        spec: the model.
+        batch_size: rows.
+        capacity: slots of a row.
+        dtype: of the keys and values.
+        device: where they live.
+        layers: the layers that are here; None is all.
+        num_kv_heads: key/value heads that are here; None is all.
+    """
 
     def __init__(
-        self, spec: ModelSpec, *, batch_size: int, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        spec: ModelSpec,
+        *,
+        batch_size: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        layers: range | None = None,
+        num_kv_heads: int | None = None,
     ) -> None:
-        shape = (batch_size, capacity, spec.num_kv_heads, spec.head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
+        shape = (batch_size, capacity, num_kv_heads or spec.num_kv_heads, spec.head_dim)
+        here = range(spec.num_layers) if layers is None else layers
+        self.keys = {layer: torch.zeros(shape, dtype=dtype, device=device) for layer in here}
+        self.values = {layer: torch.zeros(shape, dtype=dtype, device=device) for layer in here}
         self.capacity = capacity
         self.num_filled = 0
 
@@ -48,5 +67,5 @@ class KVCache:
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep only the rows with these indices, in this order."""
-        self.keys = [key.index_select(0, rows) for key in self.keys]
-        self.values = [value.index_select(0, rows) for value in self.values]
+        self.keys = {layer: key.index_select(0, rows) for layer, key in self.keys.items()}
+        self.values = {layer: value.index_select(0, rows) for layer, value in self.values.items()}

@@ -102,6 +102,10 @@ class Blocks(nn.Module):
     def __len__(self) -> int:
         return len(self._modules)
 
+    def items(self) -> list[tuple[str, Block]]:
+        """Return each block with its number in the whole model, as text."""
+        return list(cast(dict[str, Block], self._modules).items())
+
     def __getitem__(self, layer: int) -> Block:
         return cast(Block, self._modules[str(layer)])
 
@@ -203,6 +207,29 @@ class Decoder(nn.Module):
         """Draw every parameter anew: the same values for the same seed, whatever device or world the model lives in."""
         for name, parameter in self.named_parameters():
             parameter.copy_(initial_value(self.spec, name, parameter.shape, seed))
+
+    def new_cache(self, batch_size: int, capacity: int) -> KVCache:
+        """Return an empty cache for the layers and key/value heads that are here."""
+        layers = [int(layer) for layer, _ in self.blocks.items()]
+        block = self.blocks[layers[0]]
+        return KVCache(
+            self.spec, batch_size=batch_size, capacity=capacity, dtype=self.compute_dtype,
+            device=next(self.parameters()).device, layers=range(layers[0], layers[-1] + 1),
+            num_kv_heads=block.attention.key.out_features // self.spec.head_dim,
+        )  # fmt: skip
+
+    def next_logits(self, tokens_BS: Tensor, positions_BS: Tensor, last_B: Tensor, cache: KVCache) -> Tensor:
+        """Run one more chunk of tokens and return the logits behind the last real token of each row, [B, V] in fp32.
+
+        Args:
+            tokens_BS: the chunk; rows may be padded on the right.
+            positions_BS: their positions, which are their slots in the cache.
+            last_B: index of each row's last real token in the chunk.
+            cache: keys and values of earlier tokens; grows by the chunk.
+        """
+        hidden_BSD = self(tokens_BS, positions_BS=positions_BS, cache=cache)
+        hidden_BD = hidden_BSD[torch.arange(tokens_BS.shape[0], device=last_B.device), last_B]
+        return F.linear(hidden_BD, self.head_weight_VD.to(hidden_BD.dtype)).float()
 
     def check_length(self, length: int) -> None:
         """Raise `UserError` where a row of ``length`` tokens has no positions in this model."""

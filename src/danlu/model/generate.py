@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from danlu.base.errors import UserError
@@ -92,16 +91,13 @@ def _decode(
     model: Decoder, prompts: list[Sequence[int]], pick: Pick, stop_ids: set[int], max_new_tokens: int
 ) -> Iterator[list[tuple[int, int]]]:
     """Yield for each step the (row, token) pairs of the rows that got one."""
-    weight = model.head_weight_VD
+    device = next(model.parameters()).device
     longest = max(len(prompt) for prompt in prompts)
-    cache = KVCache(
-        model.spec, batch_size=len(prompts), capacity=longest + max_new_tokens, dtype=model.compute_dtype,
-        device=weight.device,
-    )  # fmt: skip
+    cache = model.new_cache(len(prompts), longest + max_new_tokens)
     tokens = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
-    tokens_BS = torch.tensor(tokens, device=weight.device)
-    positions_BS = torch.arange(longest, device=weight.device).unsqueeze(0)
-    lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=weight.device)
+    tokens_BS = torch.tensor(tokens, device=device)
+    positions_BS = torch.arange(longest, device=device).unsqueeze(0)
+    lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
     last_B, rows = lengths_B - 1, list(range(len(prompts)))
     for _ in range(max_new_tokens):
         next_B = _step(model, tokens_BS, positions_BS, last_B, cache, pick, rows)
@@ -111,7 +107,7 @@ def _decode(
         if not alive:
             return
         if len(alive) < len(rows):
-            keep = torch.tensor(alive, device=weight.device)
+            keep = torch.tensor(alive, device=device)
             cache.keep_rows(keep)
             rows = [rows[index] for index in alive]
             next_B, lengths_B = next_B[keep], lengths_B[keep]
@@ -127,11 +123,10 @@ def _step(
     was_training = model.training
     model.eval()
     try:
-        hidden_BSD = model(tokens_BS, positions_BS=positions_BS, cache=cache)
+        logits_BV = model.next_logits(tokens_BS, positions_BS, last_B, cache)
     finally:
         model.train(was_training)
-    hidden_BD = hidden_BSD[torch.arange(len(rows), device=last_B.device), last_B]
-    return pick(F.linear(hidden_BD, model.head_weight_VD.to(hidden_BD.dtype)).float(), rows)
+    return pick(logits_BV, rows)
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +85,51 @@ class Reducer:
 
     def release(self) -> None:
         """Let go of what a forward pass without a backward pass has left whole."""
+
+
+class JointReducer(Reducer):
+    """Several reducers of disjoint parameters, as one: experts are summed over other ranks than the rest."""
+
+    def __init__(self, reducers: Sequence[Reducer]) -> None:
+        super().__init__([entry for reducer in reducers for entry in reducer.parameters])
+        self.reducers = reducers
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Surround one backward pass; after the ``last`` one of a step every gradient is the sum over ranks."""
+        with ExitStack() as stack:
+            for reducer in self.reducers:
+                stack.enter_context(reducer.micro_batch(last=last))
+            yield
+
+    def begin(self) -> None:
+        """Announce a pipelined step."""
+        for reducer in self.reducers:
+            reducer.begin()
+
+    def after_backward(self, part: int, *, last: bool) -> None:
+        """Say that a backward pass of one part is complete."""
+        for reducer in self.reducers:
+            reducer.after_backward(part, last=last)
+
+    def finish(self) -> None:
+        """End a pipelined step."""
+        for reducer in self.reducers:
+            reducer.finish()
+
+    def shards(self) -> list[Shard]:
+        """Return what this rank updates."""
+        return [shard for reducer in self.reducers for shard in reducer.shards()]
+
+    def gather(self) -> None:
+        """Make parameters whole again."""
+        for reducer in self.reducers:
+            reducer.gather()
+
+    def zero(self) -> None:
+        """Forget the gradients."""
+        for reducer in self.reducers:
+            reducer.zero()
 
 
 class Bucket:

@@ -20,6 +20,24 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from danlu.base import env
 from danlu.base.errors import UserError
 from danlu.base.layout import AXES, Degrees
+from danlu.base.log import log
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """The same ranks, seen from the experts (`Degrees.expert_shape`).
+
+    Attributes:
+        group: ranks that experts are spread over (ep).
+        reduce_group: ranks that hold the same experts and sum their gradients.
+        shard_group: the part of ``reduce_group`` that ZeRO splits over.
+        replicate_group: ranks with the same part of the same experts.
+    """
+
+    group: dist.ProcessGroup
+    reduce_group: dist.ProcessGroup
+    shard_group: dist.ProcessGroup
+    replicate_group: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -33,6 +51,7 @@ class World:
         reduce_group: ranks that hold the same parameters and sum their gradients: dp_replicate x dp_shard x cp.
         shard_group: the part of ``reduce_group`` that ZeRO splits over: dp_shard x cp.
         checkpoint_group: all ranks, for the thread that writes checkpoints.
+        experts: the ranks by which experts are spread and reduced; None without expert parallelism.
         up: all ranks, for a pipeline's messages to later places; None without a pipeline.
         down: the same to earlier places.
     """
@@ -46,6 +65,7 @@ class World:
     reduce_group: dist.ProcessGroup
     shard_group: dist.ProcessGroup
     checkpoint_group: dist.ProcessGroup
+    experts: ExpertGroups | None = None
     up: dist.ProcessGroup | None = None
     down: dist.ProcessGroup | None = None
 
@@ -127,6 +147,13 @@ def open_world(degrees: Degrees | None = None, *, device: str = "auto", timeout_
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    if place.rank == 0 and degrees is not None and place.local_world_size % degrees.tp:
+        log.warning(
+            "tensor parallel ranks lie on several machines (parallel.tp = %d, %d processes on this one): every layer "
+            "waits for the network; choose a tp that divides the processes of a machine",
+            degrees.tp,
+            place.local_world_size,
+        )
     try:
         yield _make_world(place.rank, place.world_size, here, degrees, timeout)
     except BaseException:
@@ -146,9 +173,29 @@ def _make_world(rank: int, size: int, device: torch.device, degrees: Degrees | N
     checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
     up, down = (dist.new_group(timeout=timeout), dist.new_group(timeout=timeout)) if degrees.pp > 1 else (None, None)
     assert dist.group.WORLD is not None
+    for group in (shard_group, reduce_group, *mesh.get_all_groups()):
+        _set_timeout(group, timeout)
     return World(
-        rank, size, device, degrees, mesh, dist.group.WORLD, reduce_group, shard_group, checkpoint_group, up, down
-    )
+        rank, size, device, degrees, mesh, dist.group.WORLD, reduce_group, shard_group, checkpoint_group,
+        _expert_groups(device, degrees, timeout), up, down,
+    )  # fmt: skip
+
+
+def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """A mesh makes its groups with torch's own timeout, and there is no public way to say another."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def _expert_groups(device: torch.device, degrees: Degrees, timeout: timedelta) -> ExpertGroups | None:
+    if degrees.ep == 1:
+        return None
+    names = ("pp", "expert_replicate", "expert_shard", "ep", "tp")
+    mesh = init_device_mesh(device.type, degrees.expert_shape, mesh_dim_names=names)
+    reduce_group = mesh["expert_replicate", "expert_shard"]._flatten("expert_reduce").get_group()
+    shard_group, replicate_group = mesh.get_group("expert_shard"), mesh.get_group("expert_replicate")
+    for group in (reduce_group, *mesh.get_all_groups()):
+        _set_timeout(group, timeout)
+    return ExpertGroups(mesh.get_group("ep"), reduce_group, shard_group, replicate_group)
 
 
 def sum_over(group: dist.ProcessGroup, *values: float) -> list[float]:

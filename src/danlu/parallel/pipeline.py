@@ -1,12 +1,13 @@
 """Runs a pipeline schedule: this rank's stages, action by action, and what moves between ranks.
 
 The order is not decided here: it is a checked value (`schedule`), and this file does what it says. For each action,
-take what it needs from its inbox, compute, pass the result on. Three rules make that safe on any backend:
+take what it needs from its inbox, compute, pass the result on. Four rules make that safe on any backend:
 
 - Sends never block. What was sent is kept until it has left.
 - Between two ranks there is one channel each way (`up` and `down` are process groups of their own, so that opposite
   messages never queue behind each other), and receives are posted in the sender's order, which the schedule gives.
   They are posted two ahead of need, so that a message travels while the rank computes.
+- Channels are opened before the first step (`Pipeline.open`), because NCCL connects two ranks at their first message.
 - Shapes are known to both sides: all ranks of a pipeline see the same rows, so nobody exchanges sizes, and every
   micro-batch may have its own length.
 
@@ -23,6 +24,7 @@ What it does not do: overlap one action's computing with another's, or split the
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -196,6 +198,26 @@ class Pipeline:
         if first is not None and last is not None and first is not last and first.spec.tied_embeddings:
             assert first.embedding is not None
             last.borrow_head(first.embedding)
+
+    def open(self, device: torch.device, *, tied: bool) -> None:
+        """Exchange a first message with each rank that this one is going to talk to, pair by pair in one order.
+
+        NCCL connects two ranks at their first message on a channel, and each of them waits there for the other. In the
+        order of a schedule, which posts receives before it sends, two ranks would wait on different channels.
+
+        Args:
+            device: where hidden states are.
+            tied: the ranks of the first and the last stage sum the gradients of a table that both hold.
+        """
+        places = [self.schedule(1).stage_to_rank[stage] for stage in range(self.num_stages)]
+        neighbours = [*itertools.pairwise(places), *([(places[-1], places[0])] if tied else [])]
+        for low, high in sorted({(min(pair), max(pair)) for pair in neighbours if pair[0] != pair[1]}):
+            if self.channels.place in (low, high):
+                peer = high if self.channels.place == low else low
+                for sender in (low, high):
+                    word = torch.zeros(1, device=device)
+                    talk = self.channels.send if self.channels.place == sender else self.channels.receive
+                    talk(word, peer).wait()
 
     def other_end(self) -> int | None:
         """Return where the last stage is, on the first's rank, and the reverse; None elsewhere or if both are here."""

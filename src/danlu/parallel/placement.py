@@ -114,6 +114,11 @@ class Piece:
         ]
         return share
 
+    @property
+    def indices(self) -> list[int]:
+        """Indices of the whole's first dimension of which something is here."""
+        return sorted({first + index for (first, *_), view in self.boxes for index in range(view.shape[0])})
+
     def to_host(self) -> Piece:
         """Return a copy in host memory, for a writer in the background."""
         copy = Piece.__new__(Piece)

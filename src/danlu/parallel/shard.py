@@ -33,6 +33,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from danlu.model.decoder import Decoder
 from danlu.parallel.collectives import all_gather, reduce_scatter
 from danlu.parallel.data import Bucket, BucketReducer, Named, Reducer, Shard
+from danlu.parallel.expert import expert_modules
 
 _IN_FLIGHT = 2
 """Buckets whose gradients may be under way at once under ZeRO-2; more would hold more memory than they hide."""
@@ -56,12 +57,15 @@ class ShardedReducer(BucketReducer):
         super().__init__(parts, bucket_cap_mb=bucket_cap_mb, multiple=shard_group.size())
         self.group, self.replicate_group = shard_group, replicate_group
         self.copies = replicate_group.size()
-        self.values, self.parts = [bucket.flat() for bucket in self.buckets], [self._part(b) for b in self.buckets]
+        self.values: list[Tensor] = []
+        self.parts = [self._part(bucket) for bucket in self.buckets]
         self._work: list[dist.Work | None] = []
-        for bucket, flat in zip(self.buckets, self.values, strict=True):
+        for bucket in self.buckets:  # one after another: what a bucket replaces is free before the next takes memory
+            flat = bucket.flat()
             for parameter, view in bucket.views(flat):
                 view.copy_(parameter.detach())
                 parameter.data = view
+            self.values.append(flat)
         self._hold_gradients()
 
     def _part(self, bucket: Bucket) -> Tensor:
@@ -171,6 +175,7 @@ class FullShardReducer(Reducer):
     def __init__(
         self, parts: Mapping[int, Decoder], shard_group: dist.ProcessGroup, replicate_group: dist.ProcessGroup, *,
         reshard_after_forward: bool, prefetch: int, device: torch.device,
+        expert_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
     ) -> None:  # fmt: skip
         """Split the model (on meta) in place, then give memory to what is left of it here; the values are to be filled.
 
@@ -182,6 +187,8 @@ class FullShardReducer(Reducer):
                 backward pass; False keeps them (less communication, more memory).
             prefetch: blocks to gather ahead of the one at work.
             device: where the parameters are to live.
+            expert_groups: shard and replicate group of the experts, where these are spread over ranks; each layer's are
+                then a unit of their own.
         """
         self.copies = replicate_group.size()
         mesh = _shard_mesh(shard_group, replicate_group, device.type)
@@ -190,6 +197,10 @@ class FullShardReducer(Reducer):
         self.models = parts
         lends_head = any(model.borrowed_head for model in parts.values())
         for model in parts.values():
+            if expert_groups is not None:
+                spread = {**options, "mesh": _shard_mesh(*expert_groups, device.type)}
+                for experts in expert_modules(model):
+                    fully_shard(experts, reshard_after_forward=reshard_after_forward, **spread)
             _split(model, options, reshard_after_forward=reshard_after_forward, prefetch=prefetch, lends=lends_head)
             model.to_empty(device=device)
         super().__init__([entry for model in parts.values() for entry in model.named_parameters()])
@@ -240,7 +251,8 @@ class FullShardReducer(Reducer):
             local, first = local_range(parameter)
             if local.numel():
                 values = local.detach().view(-1).requires_grad_()
-                self._shards.append(Shard(name, parameter, first, values, self.copies))
+                copies = parameter.device_mesh.size(0) if parameter.device_mesh.ndim > 1 else 1  # type: ignore[attr-defined]
+                self._shards.append(Shard(name, parameter, first, values, copies))
         return self._shards
 
     def zero(self) -> None:
@@ -303,7 +315,10 @@ def local_range(tensor: Tensor) -> tuple[Tensor, int]:
     axis = len(dims) - 1
     assert isinstance(dims[axis], ShardPlacement)
     rows = -(-tensor.shape[0] // ranks[axis])
-    first = min(tensor.shape[0], tensor.device_mesh.get_local_rank(axis) * rows)
+    # its coordinate and not its rank in a group: torch's caches can hand out an equal mesh of a job that has ended
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None
+    first = min(tensor.shape[0], place[axis] * rows)
     return local, first * (tensor.numel() // max(1, tensor.shape[0]))
 
 

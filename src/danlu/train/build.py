@@ -5,175 +5,46 @@ Functions here are the only ones that read the config and hand plain values to t
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from danlu.base.devices import peak_flops
 from danlu.base.errors import UserError
-from danlu.base.layout import Degrees, check_tensor
-from danlu.checkpoint.convert import fill_from_hf, load_hf
-from danlu.checkpoint.hub import local_folder, resolve_model
-from danlu.checkpoint.store import Checkpoint
+from danlu.checkpoint.convert import fill_from_hf
 from danlu.config.rules import (
-    check_experts,
     micro_batch_size,
     router_balance,
-    size_overrides,
 )
-from danlu.config.schema import Config, ModelSection
+from danlu.config.schema import Config
 from danlu.data.batch import MicroBatch, pad_length
-from danlu.data.dataset import PackedDataset, RowSource
+from danlu.data.dataset import RowSource
 from danlu.data.loader import Loader
-from danlu.data.order import split_rows
 from danlu.model.decoder import Decoder, initial_value
-from danlu.model.families import hf_from_spec
 from danlu.model.flops import train_flops_per_token
-from danlu.model.presets import PRESETS
 from danlu.model.spec import ModelSpec
 from danlu.objective.cross_entropy import CrossEntropy, Objective, VocabularyShard
-from danlu.parallel.context import apply_context, check_context, join_routers, row_multiple, split_batch
-from danlu.parallel.data import LATE, Reducer, ReplicaReducer, check_replicas
+from danlu.parallel.context import apply_context, join_routers, split_batch
+from danlu.parallel.data import LATE, JointReducer, Named, Reducer, ReplicaReducer, check_replicas
+from danlu.parallel.expert import apply_expert, expert_modules
 from danlu.parallel.mesh import World
 from danlu.parallel.pipeline import Channels, Pipeline
 from danlu.parallel.placement import Block, Piece
-from danlu.parallel.schedule import schedule_facts
 from danlu.parallel.shard import FullShardReducer, ShardedGradientReducer, ShardedReducer, local_range
-from danlu.parallel.stages import plan_stages
 from danlu.parallel.tensor import apply_tensor
 from danlu.train.forward import Forward
-from danlu.train.load import DTYPES, fill_from_checkpoint, find_checkpoint, spec_from_record
+from danlu.train.layout import num_virtual_stages, plan_layers, reshards_after_forward
+from danlu.train.load import DTYPES, fill_from_checkpoint
 from danlu.train.metrics import Rates
 from danlu.train.optimizer import HybridOptimizer, can_fuse
+from danlu.train.start import Start
 
 TABLE = "embedding.weight"
 """The parameter that tied embeddings share."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a model comes from: its shape and, unless it starts from random weights, a folder with them."""
-
-    spec: ModelSpec
-    weights: Path | Checkpoint | None
-
-
-def check_layout(config: Config, spec: ModelSpec, degrees: Degrees, sequence_length: int) -> None:
-    """Raise `UserError` where this model, or its rows, cannot be laid out so."""
-    for width in {spec.mlp_size, spec.expert_width if spec.num_experts else spec.mlp_size}:
-        check_tensor(degrees.tp, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, mlp_size=width)
-    if degrees.cp > 1:
-        heads = (spec.num_heads // degrees.tp, max(1, spec.num_kv_heads // degrees.tp))
-        check_context(config.parallel.cp_method, degrees.cp, *heads)
-    multiple = length_multiple(config, degrees)
-    plan_layers(config, spec, degrees, sequence_length)
-    padded = -(-sequence_length // multiple) * multiple
-    if spec.positions == "learned" and padded > spec.max_positions:
-        raise UserError(
-            "rows are padded beyond the model's positions, so that every rank has an equal part",
-            where="parallel.cp" if degrees.cp > 1 else "parallel.sp",
-            seen=f"rows of {sequence_length} tokens, {spec.max_positions} positions",
-            legal=f"rows of at most {spec.max_positions // multiple * multiple} tokens",
-            hint=f"build rows whose length is a multiple of {multiple}",
-        )
-
-
-def length_multiple(config: Config, degrees: Degrees) -> int:
-    """Return what the length of a row is padded to a multiple of, so that cp and sp ranks have equal parts."""
-    tokens = degrees.tp if config.parallel.sp else 1
-    return row_multiple(degrees.cp, config.parallel.cp_method, tokens) if degrees.cp > 1 else tokens
-
-
-def open_sources(paths: Sequence[str], on_corrupt: str) -> list[PackedDataset]:
-    """Open data folders and check that they agree on the tokenizer's size."""
-    sources = [PackedDataset(path, on_corrupt="skip" if on_corrupt == "skip" else "fail") for path in paths]
-    sizes = {source.vocab_size for source in sources}
-    if len(sizes) > 1:
-        seen = ", ".join(f"{source.folder}: {source.vocab_size}" for source in sources)
-        raise UserError("the data folders were built with different tokenizers", where="data", seen=seen)
-    return sources
-
-
-def hold_out(
-    sources: Sequence[PackedDataset], fraction: float, *, seed: int
-) -> tuple[Sequence[RowSource], Sequence[RowSource]]:
-    """Split off ``fraction`` of each source's rows and return (training rows, held-out rows)."""
-    if not fraction:
-        return sources, []
-    pairs = [split_rows(source, max(1, round(len(source) * fraction)), seed=seed) for source in sources]
-    return [train for train, _ in pairs], [held_out for _, held_out in pairs]
-
-
-def plan_start(model: ModelSection, sources: Sequence[PackedDataset], held_out: Sequence[PackedDataset] = ()) -> Start:
-    """Find out which model is trained on ``sources`` and evaluated on ``held_out``, before anything expensive happens.
-
-    Raises:
-        UserError: unknown name, sizes that cannot be changed, rows with more token ids or positions than the model has.
-    """
-    weights: Path | Checkpoint | None = None
-    if saved := find_checkpoint(model.name):
-        weights, spec = saved, spec_from_record(saved.record["identity"]["model"], model.name)
-    elif (found := resolve_model(model.name)).kind != "preset":
-        weights = local_folder(found)
-        spec = load_hf(weights)
-    else:
-        spec = PRESETS[model.name]
-        if model.init == "pretrained":
-            raise UserError(
-                "a preset is only a shape and has no weights",
-                where="model.init",
-                seen=model.name,
-                hint="name an HF folder, a run folder, a GGUF file or a hub id",
-            )
-    check_experts(model, spec.num_experts)
-    changes = size_overrides(model)
-    if model.init == "random" or weights is None:
-        spec, weights = dataclasses.replace(spec, **_consistent(changes)), None
-        if changes:
-            hf_from_spec(spec)  # sizes that no config.json of the family can say are refused before training
-    elif changes:
-        raise UserError(
-            "a pretrained model keeps its sizes",
-            where=f"model.{next(iter(changes))}",
-            seen=changes,
-            hint='set model.init = "random", or leave the size out',
-        )
-    _check_fit(spec, sources, spec.max_positions)
-    _check_fit(spec, held_out, spec.longest_input)
-    return Start(spec, weights)
-
-
-def _consistent(changes: dict[str, Any]) -> dict[str, Any]:
-    """A changed width or number of heads changes the head width with it, unless that is given too."""
-    if "head_dim" not in changes and "hidden_size" in changes and "num_heads" in changes:
-        return {**changes, "head_dim": changes["hidden_size"] // changes["num_heads"]}
-    return changes
-
-
-def _check_fit(spec: ModelSpec, sources: Sequence[PackedDataset], max_positions: int) -> None:
-    for source in sources:
-        if source.vocab_size > spec.vocab_size:
-            raise UserError(
-                "the data has more token ids than the model has embedding rows",
-                where=str(source.folder),
-                seen=f"{source.vocab_size} token ids, model.vocab_size = {spec.vocab_size}",
-                hint="build the data with the model's tokenizer, or set model.vocab_size for a model from scratch",
-            )
-        if source.sequence_length > max_positions:
-            raise UserError(
-                "the rows are longer than the model's positions",
-                where=str(source.folder),
-                seen=f"rows of {source.sequence_length} tokens",
-                legal=f"at most {max_positions} positions",
-                hint=f"build the data with sequence_length = {max_positions}, or raise model.max_positions of a model "
-                "from scratch",
-            )
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -181,7 +52,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name != "auto":
         return DTYPES[name]
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     return (
         torch.bfloat16 if torch.backends.mkldnn.is_available() and torch.cpu._is_amx_tile_supported() else torch.float32
     )
@@ -241,53 +112,30 @@ def build_model(config: Config, start: Start, world: World, sequence_length: int
     for part in parts.values():
         # tensor parallelism first: it changes the parameters' shapes, which everything after it takes as they are
         blocks |= apply_tensor(part, world.axis_group("tp"), sp=parallel.sp)
+        if world.experts is not None:
+            blocks = apply_expert(part, blocks, world.experts.group)
         if world.degrees.cp > 1:
             apply_context(part, world.axis_group("cp"), parallel.cp_method, tensor_degree=world.degrees.tp)
     if pipeline is not None:
         pipeline.adopt(parts)
+        pipeline.open(world.device, tied=start.spec.tied_embeddings)
     reducer: Reducer | None = None
     if parallel.zero == 3:  # while still on meta: no rank ever holds the whole
         reducer = FullShardReducer(
             parts, shard_group, copies, reshard_after_forward=reshards_after_forward(config),
             prefetch=parallel.prefetch, device=world.device,
+            expert_groups=None if world.experts is None else (world.experts.shard_group, world.experts.replicate_group),
         )  # fmt: skip
     else:
         for part in parts.values():
             part.to_empty(device=world.device)
+    _clear_padding(parts, blocks)
     _fill(model_pieces(parts, blocks), start, world, config.train.seed)
     for part in parts.values():
         part.train()
     if reducer is None:  # last, because it takes hold of the parameters as they are
-        check_replicas(named_parameters(parts), world.reduce_group)
         reducer = _build_reducer(parts, config, world)
     return Built(parts, blocks, reducer, pipeline)
-
-
-def num_virtual_stages(config: Config) -> int:
-    """Return the pipeline stages of each rank."""
-    facts, wanted = schedule_facts(config.parallel.pp_schedule), config.parallel.pp_virtual
-    if wanted is not None and not facts.takes(wanted):
-        raise UserError(
-            f'pp_schedule = "{config.parallel.pp_schedule}" has another number of stages a rank',
-            where="parallel.pp_virtual",
-            seen=wanted,
-            legal=facts.legal_virtual,
-        )
-    return facts.min_virtual if wanted is None else wanted
-
-
-def reshards_after_forward(config: Config) -> bool:
-    """Return whether ZeRO-3 frees a block's whole parameters after its forward pass."""
-    wanted = config.parallel.reshard_after_forward
-    return config.parallel.pp == 1 if wanted is None else wanted
-
-
-def plan_layers(config: Config, spec: ModelSpec, degrees: Degrees, sequence_length: int) -> list[range]:
-    """Return the blocks of each pipeline stage (one stage without a pipeline)."""
-    if degrees.pp == 1:
-        return [range(spec.num_layers)]
-    num_stages = degrees.pp * num_virtual_stages(config)
-    return plan_stages(spec, num_stages, sequence_length=sequence_length, split=config.parallel.pp_split)
 
 
 def build_pipeline(config: Config, world: World) -> Pipeline | None:
@@ -300,6 +148,14 @@ def build_pipeline(config: Config, world: World) -> Pipeline | None:
 
 
 @torch.no_grad()
+def _clear_padding(parts: Mapping[int, Decoder], blocks: Mapping[str, Block]) -> None:
+    """Give zeros to what is in no piece: fresh memory may hold NaN, and 0 x NaN reaches every gradient."""
+    for name, parameter in named_parameters(parts):
+        if blocks[name].local != blocks[name].extent:
+            local_range(parameter)[0].zero_()
+
+
+@torch.no_grad()
 def _fill(pieces: Mapping[str, Piece], start: Start, world: World, seed: int) -> None:
     """Give every parameter its first value, one whole tensor at a time."""
     if isinstance(start.weights, Path):
@@ -308,22 +164,46 @@ def _fill(pieces: Mapping[str, Piece], start: Start, world: World, seed: int) ->
         fill_from_checkpoint(pieces, start.weights, world.checkpoint_group)
     else:  # from seed and name alone: the same model for every layout
         for name, piece in pieces.items():
-            piece.copy_(initial_value(start.spec, name, piece.shape, seed))
+            if len(piece.shape) == 3:  # experts, of which most may be elsewhere
+                for index in piece.indices:
+                    piece[index].copy_(initial_value(start.spec, f"{name}.{index}", piece.shape[1:], seed))
+            else:
+                piece.copy_(initial_value(start.spec, name, piece.shape, seed))
 
 
 def _build_reducer(parts: Mapping[int, Decoder], config: Config, world: World) -> Reducer:
-    cap = config.parallel.bucket_cap_mb
-    if world.reduce_group.size() == 1:
-        return Reducer(named_parameters(parts))
+    """Return what sums the gradients of parameters that are in memory; replicas that differ are made equal first."""
     named = {stage: list(part.named_parameters()) for stage, part in parts.items()}
     if world.degrees.pp > 1 and next(iter(parts.values())).spec.tied_embeddings:
         # first and last stage both add to the table; a bucket of its own is cut alike wherever it is
         table = [entry for each in named.values() for entry in each if entry[0] == TABLE]
         named = {stage: [entry for entry in each if entry[0] != TABLE] for stage, each in named.items()} | {LATE: table}
-    if config.parallel.zero == 0 or world.shard_group.size() == 1:
-        return ReplicaReducer(named, world.reduce_group, bucket_cap_mb=cap)
+    groups = (world.reduce_group, world.shard_group, world.axis_group("dp_replicate"))
+    spread = world.experts
+    if spread is None:
+        return _reduce_over(named, groups, config)
+    own = {id(value) for part in parts.values() for module in expert_modules(part) for value in module.parameters()}
+    rest = {stage: [entry for entry in each if id(entry[1]) not in own] for stage, each in named.items()}
+    experts = {stage: [entry for entry in each if id(entry[1]) in own] for stage, each in named.items()}
+    expert_groups = (spread.reduce_group, spread.shard_group, spread.replicate_group)
+    return JointReducer([_reduce_over(rest, groups, config), _reduce_over(experts, expert_groups, config)])
+
+
+def _reduce_over(
+    named: Mapping[int, Named],
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup],
+    config: Config,
+) -> Reducer:
+    reduce_group, shard_group, replicate_group = groups
+    everything = [entry for each in named.values() for entry in each]
+    if reduce_group.size() == 1:
+        return Reducer(everything)
+    check_replicas(everything, reduce_group)
+    cap = config.parallel.bucket_cap_mb
+    if config.parallel.zero == 0 or shard_group.size() == 1:
+        return ReplicaReducer(named, reduce_group, bucket_cap_mb=cap)
     kind = ShardedReducer if config.parallel.zero == 1 else ShardedGradientReducer
-    return kind(named, world.shard_group, world.axis_group("dp_replicate"), bucket_cap_mb=cap)
+    return kind(named, shard_group, replicate_group, bucket_cap_mb=cap)
 
 
 def build_objective(config: Config, spec: ModelSpec, world: World) -> Objective:

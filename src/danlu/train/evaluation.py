@@ -27,17 +27,18 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 
+from danlu.base import env
 from danlu.base.errors import UserError
 from danlu.base.folders import check_output_file
+from danlu.base.layout import solve_degrees
 from danlu.base.log import log
 from danlu.config.stages import EvalOptions
 from danlu.data.dataset import PackedDataset
 from danlu.model.generate import generate
-from danlu.objective.cross_entropy import CrossEntropy
 from danlu.parallel.mesh import World, open_world
 from danlu.train.evaluate import held_out_loss
-from danlu.train.forward import Forward
 from danlu.train.load import TrainedModel, is_run, load_model
+from danlu.train.load_spread import load_spread, spread_forward
 from danlu.train.questions import Asked, QuestionForm, encode_prompts, read_asked, sample_asked
 from danlu.train.scores import Reply, Stratum, final_answer, majority_answers, score_groups, score_replies
 
@@ -70,8 +71,13 @@ def evaluate(options: EvalOptions, output: Path | None = None) -> dict[str, Any]
     if output is not None:
         check_output_file(output)
     sources = [PackedDataset(folder) for folder in options.data]
-    with open_world(device=options.device) as world:
-        opened = load_model(options.model, dtype=options.dtype, device=options.device)
+    wanted = {"pp": options.pp, "dp_replicate": -1, "dp_shard": 1, "cp": 1, "tp": options.tp}
+    degrees = solve_degrees(wanted, world_size=env.ranks().world_size, zero=0)
+    with open_world(degrees, device=options.device) as world:
+        if degrees.data == world.size:
+            opened = load_model(options.model, dtype=options.dtype, device=options.device)
+        else:
+            opened = load_spread(options.model, world, dtype=options.dtype)
         result: dict[str, Any] = {"model": options.model, "step": opened.step, "dtype": options.dtype}
         if sources:
             result["held_out"] = _held_out(opened, sources, world, options)
@@ -140,7 +146,7 @@ def _held_out(
 ) -> dict[str, float | None]:
     check_same_tokens(opened, sources)
     numbers = held_out_loss(
-        Forward({0: opened.model}, CrossEntropy(), device=world.device), sources, world=world,
+        spread_forward(opened, world), sources, world=world,
         micro_batch_size=options.batch_size, max_rows=options.max_rows,
     )  # fmt: skip
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
@@ -187,13 +193,14 @@ def _read(path: Path, opened: TrainedModel, options: EvalOptions) -> list[Asked]
 
 def _answer_together(opened: TrainedModel, asked: Sequence[Asked], world: World, options: EvalOptions) -> list[Answer]:
     """Answer this rank's share and gather all answers, in the order of the questions."""
-    share = asked[world.rank :: world.size]
+    share = asked[world.data_rank :: world.data_degree]
     own = generate_answers(opened, share, batch_size=options.batch_size, max_new_tokens=options.max_new_tokens)
     if world.size == 1:
         return own
-    shares: list[list[Answer]] = [[] for _ in range(world.size)]
-    dist.all_gather_object(shares, own, group=world.checkpoint_group)
-    return [shares[number % world.size][number // world.size] for number in range(len(asked))]
+    everyone: list[tuple[int, list[Answer]]] = [(0, [])] * world.size
+    dist.all_gather_object(everyone, (world.data_rank, own), group=world.checkpoint_group)
+    shares = dict(everyone)  # peers of one data rank have the same answers
+    return [shares[number % world.data_degree][number // world.data_degree] for number in range(len(asked))]
 
 
 def generate_answers(

@@ -35,10 +35,12 @@ from danlu.parallel.placement import Piece
 from danlu.parallel.seed import set_seed
 from danlu.train import build
 from danlu.train.evaluate import held_out_loss
+from danlu.train.layout import check_layout
 from danlu.train.metrics import MetricsWriter, peak_memory_bytes
 from danlu.train.optimizer import learning_rate_at
 from danlu.train.pipeline_trace import write_trace
 from danlu.train.run_folder import check_run_folder, claim_run_folder, find_resume
+from danlu.train.start import Start, hold_out, open_sources, plan_start
 from danlu.train.step import (
     StepResult,
     count_tokens,
@@ -85,12 +87,12 @@ def train(config: Config, *, resume: str = "auto") -> TrainResult:
     degrees = check_config(config, env.ranks().world_size)
     folder = check_run_folder(config)
     checkpoint = find_resume(folder, resume)
-    folders = build.open_sources(config.data.train, config.data.on_corrupt)
-    other = build.open_sources(config.eval.data, config.data.on_corrupt)
+    folders = open_sources(config.data.train, config.data.on_corrupt)
+    other = open_sources(config.eval.data, config.data.on_corrupt)
     evaluated = [*folders, *other] if config.eval.held_out_fraction else other
-    start = build.plan_start(config.model, folders, evaluated)
-    build.check_layout(config, start.spec, degrees, max(source.sequence_length for source in folders))
-    sources, split_off = build.hold_out(folders, config.eval.held_out_fraction, seed=config.train.seed)
+    start = plan_start(config.model, folders, evaluated)
+    check_layout(config, start.spec, degrees, max(source.sequence_length for source in folders))
+    sources, split_off = hold_out(folders, config.eval.held_out_fraction, seed=config.train.seed)
     held_out = [*other, *split_off]
     if checkpoint is not None:
         check_same_run(checkpoint, config, start, sources)
@@ -110,7 +112,7 @@ def train(config: Config, *, resume: str = "auto") -> TrainResult:
             return run.train()
 
 
-def check_same_run(checkpoint: Checkpoint, config: Config, start: build.Start, sources: Sequence[RowSource]) -> None:
+def check_same_run(checkpoint: Checkpoint, config: Config, start: Start, sources: Sequence[RowSource]) -> None:
     """Refuse to continue with another model, seed or data: the loss would go on without a word, and mean nothing."""
     before = checkpoint.record["identity"]
     for name, value in identity(config, start.spec, sources).items():
@@ -146,7 +148,7 @@ class _Run:
     def __init__(
         self,
         config: Config,
-        start: build.Start,
+        start: Start,
         sources: Sequence[RowSource],
         held_out: Sequence[RowSource],
         world: World,

@@ -99,7 +99,9 @@ class HybridOptimizer:
                 self.tied[shard.name](shard.values.grad)
         gradients = [shard.values.grad for shard in self.shards if shard.values.grad is not None]
         shares = [1 / self._copies(shard) for shard in self.shards if shard.values.grad is not None]
-        square = torch.zeros((), dtype=torch.float64, device=self.shards[0].values.device if self.shards else "cpu")
+        # also on a rank that owns nothing: where the sum is taken says which backend takes it
+        device = self.reducer.parameters[0][1].device if self.reducer.parameters else "cpu"
+        square = torch.zeros((), dtype=torch.float64, device=device)
         if gradients:
             norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).double()
             square = (norms.square() * torch.tensor(shares, dtype=torch.float64, device=norms.device)).sum()

@@ -23,9 +23,10 @@ def test_one_process_is_rank_0_of_1() -> None:
 
 def test_a_launcher_sets_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torchrun's variables are read."""
-    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "host"}.items():
+    told = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in told.items():
         monkeypatch.setenv(name, value)
-    assert env.ranks() == env.Ranks(rank=3, world_size=4, local_rank=1, launched=True)
+    assert env.ranks() == env.Ranks(rank=3, world_size=4, local_rank=1, launched=True, local_world_size=2)
 
 
 @pytest.mark.parametrize(("rank", "size"), [("4", "4"), ("-1", "2"), ("x", "2"), ("0", "many")])

@@ -243,3 +243,19 @@ def test_one_document_a_row_takes_the_kernel_without_mask(monkeypatch: pytest.Mo
     """Ids that say nothing cost nothing: the plain causal kernel runs."""
     monkeypatch.setattr(attention, "attend_documents", None)
     build(T0)(random_tokens(2, 8), document_ids_BS=torch.tensor([[0] * 8, [5] * 8]))
+
+
+def test_grouped_heads_under_a_mask_are_given_to_the_kernel_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused CUDA kernels that take a mask refuse grouped heads; the one that is left makes all S x S scores."""
+    calls = []
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Tensor:
+        calls.append((query.shape[1], key.shape[1], value.shape[1], options["enable_gqa"]))
+        return query
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
+    ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
+    query, key = torch.empty(1, 8, 4, 8, device="meta"), torch.empty(1, 8, 2, 8, device="meta")
+    for documents in (ids, None):
+        RowPlan(documents, ids, None).attend(query, key, key, layer=0, window=None)
+    assert calls == [(4, 4, 4, False), (4, 2, 2, True)]

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 
 from danlu.base.errors import UserError
+from danlu.base.layout import Degrees
+from danlu.parallel import mesh
 from danlu.parallel.data import parameter_hash
 from danlu.parallel.mesh import open_world, pick_device, sum_over
 from tiny import tiny_model
@@ -62,3 +64,18 @@ def test_the_hash_sees_every_bit_name_and_shape() -> None:
     assert parameter_hash(list(model.named_parameters())) != parameter_hash(list(tiny_model().named_parameters()))
     wide, high = (torch.nn.Parameter(torch.ones(shape)) for shape in ((3, 2), (2, 3)))
     assert parameter_hash([("weight", wide)]) != parameter_hash([("weight", high)])
+
+
+def test_tensor_ranks_on_several_machines_are_warned_about(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank placement keeps tp inside a machine; where its degree does not divide the machine, rank 0 says so."""
+    monkeypatch.setattr(mesh, "_make_world", lambda *_: None)
+    for local, heard in (("2", 1), ("4", 0), ("8", 0)):
+        caplog.clear()
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        with open_world(Degrees(dp_replicate=2, tp=4), device="cpu"):
+            pass
+        assert (
+            len([text for text in caplog.messages if "tensor parallel ranks lie on several machines" in text]) == heard
+        )

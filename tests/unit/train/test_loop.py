@@ -19,8 +19,8 @@ from danlu.config.load import load
 from danlu.config.schema import Config, ModelSection
 from danlu.model.presets import PRESETS
 from danlu.train import loop as loop_module
-from danlu.train.build import open_sources, plan_start
 from danlu.train.loop import train
+from danlu.train.start import open_sources, plan_start
 from tiny import T0_SPEC, largest_difference, last_tensors, random_rows, read_metrics, tiny_config, write_rows
 
 EQUAL = [[[3, 4, 5, 6, 7, 8]]]
