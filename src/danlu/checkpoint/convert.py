@@ -217,7 +217,7 @@ def _by_parameter(maps: Mapping[str, TensorMap]) -> list[str]:
 def _digest(tensor: Tensor) -> bytes:
     """Return a hash of a tensor's bytes: two large tables are compared without both in memory."""
     plain = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
-    return hashlib.blake2b(memoryview(plain), digest_size=16).digest()
+    return hashlib.blake2b(plain.data, digest_size=16).digest()
 
 
 @overload
