@@ -78,6 +78,20 @@ def test_br_029_051_resume_on_two_ranks_is_bit_equal(pool: RankPool, tmp_path: P
         assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
+@pytest.mark.timeout(120)
+def test_tensor_ranks_draw_alike_after_sequence_parallelism_is_turned_off(
+    pool: RankPool, tmp_path: Path, tiny_rows: Path
+) -> None:
+    """With it peers drop other tokens of a row; without it they hold the same ones, and must drop the same."""
+    words = ("model.dropout=0.1", "parallel.tp=2")
+    pool.run(2, run, tiny_rows, tmp_path / "split", *words, "train.steps=3")
+    checkpoint = tmp_path / "split" / "checkpoints" / "step-00000003"
+    pool.run(2, resume, tiny_rows, tmp_path / "whole", checkpoint, *words, "train.steps=4", "parallel.sp=false")
+    split, whole = (last_tensors(tmp_path / name, "rng.") for name in ("split", "whole"))
+    assert not torch.equal(split["rng.0.cpu"], split["rng.1.cpu"])
+    assert torch.equal(whole["rng.0.cpu"], whole["rng.1.cpu"])
+
+
 def resume(data: Path, output: Path, checkpoint: Path, *words: str) -> None:
     """Continue from a checkpoint in another folder (a job for the pool)."""
     train(tiny_config(data, output, *WORDS, *words), resume=str(checkpoint))
