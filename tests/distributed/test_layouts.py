@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from danlu.checkpoint.store import find_checkpoints, open_checkpoint
+from danlu.parallel.placement import Piece
 from danlu.train.loop import train
 from distributed.pool import RankPool
-from tiny import largest_difference, last_tensors, read_metrics, tiny_config
+from tiny import largest_difference, last_tensors, read_metrics, read_tensors, tiny_config
 
 STEPS = 20
 WORDS = (f"train.steps={STEPS}", "optimizer.max_grad_norm=0.5", "schedule.warmup_steps=3")
@@ -138,3 +139,40 @@ def stop_early(data: Path, output: Path, steps: int) -> None:
         pass
     finally:
         loop.forward_backward = plain
+
+
+def restore_after_training(data: Path, output: Path, *words: str) -> list[str]:
+    """Train 5 steps, then restore step 2 into the same live run; return what is not as the file says."""
+    from danlu.train import loop
+
+    plain, different = loop._Run.train, []
+
+    def train_and_restore(run: Any) -> Any:
+        result = plain(run)
+        folder = output / "checkpoints" / "step-00000002"
+        run.restore(open_checkpoint(folder))
+        saved = read_tensors(folder, "")
+        for name, held in run.tensors().items():
+            boxes = held.boxes if isinstance(held, Piece) else [((0,) * held.ndim, held)]
+            for starts, view in boxes:
+                place = tuple(slice(first, first + size) for first, size in zip(starts, view.shape, strict=True))
+                if not torch.equal(view, saved[name][place]):
+                    different.append(name)
+        assert run.step == 2
+        return result
+
+    loop._Run.train = train_and_restore  # type: ignore[method-assign]
+    try:
+        train(tiny_config(data, output, "train.steps=5", "checkpoint.every_steps=2", "checkpoint.keep_last=9", *words))
+    finally:
+        loop._Run.train = plain  # type: ignore[method-assign]
+    return different
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_br_072_a_live_run_becomes_what_the_file_says(
+    pool: RankPool, tmp_path: Path, tiny_rows: Path, zero: int
+) -> None:
+    """Restored into a run that has trained on: weights, moments, step counts and random states are those saved."""
+    assert pool.run(2, restore_after_training, tiny_rows, tmp_path / "run", f"parallel.zero={zero}") == [[], []]
