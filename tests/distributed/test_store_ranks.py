@@ -53,11 +53,13 @@ def test_br_050_every_rank_gets_its_own_random_state_back(pool: RankPool, tmp_pa
 
 def save_apart(folder: Path) -> None:
     """Save into a folder that only this rank sees (a job for the pool)."""
-    with open_world(device="cpu") as world:
-        with CheckpointStore(folder / str(world.rank), group=world.checkpoint_group) as store:
-            store.save(1, {f"x.{world.rank}": torch.ones(2)}, {})
-            with pytest.raises(RunError, match=r"rank 0 does not see __1_0\.distcp: all machines must share"):
-                store.wait()
+    with (
+        open_world(device="cpu") as world,
+        CheckpointStore(folder / str(world.rank), group=world.checkpoint_group) as store,
+    ):
+        store.save(1, {f"x.{world.rank}": torch.ones(2)}, {})
+        with pytest.raises(RunError, match=r"rank 0 does not see __1_0\.distcp: all machines must share"):
+            store.wait()
 
 
 def test_folders_that_ranks_do_not_share_are_never_committed(pool: RankPool, tmp_path: Path) -> None:
