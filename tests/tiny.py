@@ -207,15 +207,14 @@ def moe_model(seed: int = 0, **changes: Any) -> Decoder:
     return model.train()
 
 
-def balanced_loss(model: nn.Module, batch: MicroBatch, *, coefficient: float = 0.5) -> Loss:
+def balanced_loss(model: Decoder, batch: MicroBatch, *, coefficient: float = 0.5) -> Loss:
     """Return the summed loss of one micro-batch with the balance loss, as the training loop computes it."""
-    decoder = getattr(model, "module", model)
     routers = RouterRecord(batch.document_ids_BS)
     hidden_BSD = model(
         batch.tokens_BS, positions_BS=batch.positions_BS, document_ids_BS=batch.document_ids_BS, routers=routers
     )
-    loss = CrossEntropy()(hidden_BSD, decoder.head_weight_VD, batch)
-    layers = decoder.spec.num_expert_layers
+    loss = CrossEntropy()(hidden_BSD, model.head_weight_VD, batch)
+    layers = model.spec.num_expert_layers
     return add_balance(loss, routers, batch, coefficient=coefficient, num_layers=layers)
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -26,7 +27,7 @@ from danlu.model.spec import RopeScaling
 from danlu.objective.cross_entropy import CrossEntropy
 from danlu.parallel import ring_attention
 from danlu.parallel.context import Method, RingPlan, UlyssesPlan, apply_context, slots_of, split_batch
-from danlu.parallel.data import apply_ddp
+from danlu.parallel.data import Reducer, ReplicaReducer
 from danlu.parallel.mesh import open_world, sum_over
 from danlu.train.step import StepResult, count_tokens, forward_backward, reduce_losses
 from distributed.pool import RankPool
@@ -71,7 +72,7 @@ def attention_errors(method: Method, dtype: torch.dtype, names: list[str], tile_
     """Return the largest error of output and gradients by case (a job for the pool)."""
     errors: dict[str, float] = {}
     with open_world(device="cpu") as world, mock.patch.object(ring_attention, "_TILE_BYTES", tile_bytes):
-        group = world.data_group
+        group = world.group
         slots = slots_of(world.rank, world.size, method, S)
         for (name, window), heads in product(CASES, HEADS):
             if name not in names:
@@ -124,7 +125,7 @@ def bf16_errors(method: Method) -> list[float]:
         *whole, grad = _inputs(torch.bfloat16, 4, 2)
         exact = [x.double() for x in whole]
         expected = _attend(RowPlan(None, torch.arange(S)[None], None), exact, grad.double(), None)
-        plan = PLANS[method](torch.zeros(2, len(slots), dtype=torch.int64), None, None, world.data_group)
+        plan = PLANS[method](torch.zeros(2, len(slots), dtype=torch.int64), None, None, world.group)
         found = _attend(plan, [x[:, slots] for x in whole], grad[:, slots], None)
         pairs = zip(found, [y[:, slots] for y in expected], strict=True)
         return [float((x - y).norm() / y.norm()) for x, y in pairs]
@@ -151,7 +152,7 @@ def decoder_parts(method: Method, changes: dict[str, Any], plain: bool, recomput
     with open_world(device="cpu") as world:
         model = tiny_model(**changes).double()
         model.compute_dtype = torch.float64
-        apply_context(model, world.data_group, method)
+        apply_context(model, world.group, method)
         if recompute:
             for block in model.blocks:
                 block.forward = _recomputed(block.forward)
@@ -210,17 +211,18 @@ def step(
         mesh = init_device_mesh("cpu", (world.size // cp, cp), mesh_dim_names=("dp", "cp"))
         data_rank, context_rank = mesh.get_local_rank("dp"), mesh.get_local_rank("cp")
         model = apply_context(tiny_model(), mesh.get_group("cp"), method)
-        wrapped = apply_ddp(model, world.data_group)
+        named = list(model.named_parameters())
+        reducer = ReplicaReducer({0: named}, world.group, bucket_cap_mb=0.01) if world.size > 1 else Reducer(named)
         mine = rows[data_rank :: world.size // cp]
         batches = [split_batch(micro_batch([row]), context_rank, cp, method) for row in mine]
-        targets = int(sum_over(world.data_group, count_tokens(batches)[0])[0])
+        targets = int(sum_over(world.group, count_tokens(batches)[0])[0])
         objective = CrossEntropy(max_chunk_bytes=chunk_tokens * 4 * T0_SPEC.vocab_size)
         with mock.patch("tiny.CrossEntropy", return_value=objective):
             loss_sum, parts = forward_backward(
-                wrapped, language_loss, batches, valid_tokens=targets, device=torch.device("cpu")
+                partial(language_loss, model), batches, reducer, valid_tokens=targets, device=torch.device("cpu")
             )
         result = StepResult(loss_sum, targets, 0.0, False, parts)
-        return {**reduce_losses(result, world.data_group), "targets": targets}, gradients(model)
+        return {**reduce_losses(result, world), "targets": targets}, gradients(model)
 
 
 def check_step(
@@ -291,7 +293,7 @@ def traffic(method: Method, dtype: torch.dtype, heads: tuple[int, int], rows: st
     with open_world(device="cpu") as world, counting(sent, events):
         slots = slots_of(world.rank, world.size, method, S)
         ids = None if ROWS[rows] is None else torch.tensor(ROWS[rows])[:, slots]
-        plan = PLANS[method](torch.zeros(2, len(slots), dtype=torch.int64), None, ids, world.data_group)
+        plan = PLANS[method](torch.zeros(2, len(slots), dtype=torch.int64), None, ids, world.group)
         *inputs, grad = (x[:, slots] for x in _inputs(dtype, *heads))
         leaves = [x.clone().requires_grad_() for x in inputs]
         out = plan.attend(*leaves, layer=0, window=None)
@@ -333,15 +335,15 @@ def refusals() -> list[str]:
     """Return what a split model refuses (a job for the pool)."""
     said = []
     with open_world(device="cpu") as world:
-        model: Decoder = apply_context(tiny_model(), world.data_group, "ring")
+        model: Decoder = apply_context(tiny_model(), world.group, "ring")
         cache = KVCache(T0_SPEC, batch_size=1, capacity=8, dtype=torch.float32)
         for tokens, options in ((4, {"cache": cache}), (3, {})):
             with pytest.raises(RunError) as caught:
                 model(torch.zeros(1, tokens, dtype=torch.int64), **options)
             said.append(str(caught.value))
-        apply_context(tiny_model(), world.data_group, "ulysses", tensor_degree=2)
+        apply_context(tiny_model(), world.group, "ulysses", tensor_degree=2)
         with pytest.raises(UserError) as refused:
-            apply_context(tiny_model(), world.data_group, "ulysses", tensor_degree=4)
+            apply_context(tiny_model(), world.group, "ulysses", tensor_degree=4)
         said.append(str(refused.value))
     return said
 
@@ -365,4 +367,4 @@ def plain_plan() -> bool:
     with open_world(device="cpu") as world:
         model = Decoder(replace(T0_SPEC))
         before = model.plan_attention
-        return apply_context(model, world.data_group, "ring").plan_attention is before
+        return apply_context(model, world.group, "ring").plan_attention is before

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from danlu.parallel.data import apply_ddp
+from danlu.parallel.data import Reducer, ReplicaReducer
 from danlu.parallel.mesh import open_world, sum_over
 from danlu.train.step import count_tokens, forward_backward
 from distributed.pool import RankPool
@@ -17,22 +19,25 @@ pytestmark = pytest.mark.timeout(120)
 def step(rows: list[list[list[Document]]]) -> tuple[float, dict[str, torch.Tensor], list[int]]:
     """Return the balance, the gradients, and the tokens of each expert in the last layer on this rank, for two steps.
 
-    DDP notices in the second step that a gradient was missing in the first.
+    A gradient that was missing in the first step would show in the second.
     """
     with open_world(device="cpu") as world:
         model = moe_model(num_experts=16, experts_per_token=1)
-        wrapped = apply_ddp(model, world.data_group)
+        named = list(model.named_parameters())
+        reducer = ReplicaReducer({0: named}, world.group, bucket_cap_mb=0.01) if world.size > 1 else Reducer(named)
         batches = [micro_batch([row], width=len(row[0])) for row in rows[world.rank]]
-        targets = int(sum_over(world.data_group, count_tokens(batches)[0])[0])
+        targets = int(sum_over(world.group, count_tokens(batches)[0])[0])
         counts: list[int] = []
-        hook = model.blocks[-1].mlp.experts.register_forward_pre_hook(lambda _, at: counts.extend(at[1].tolist()))
+        hook = model.blocks[model.spec.num_layers - 1].mlp.experts.register_forward_pre_hook(
+            lambda _, at: counts.extend(at[1].tolist())
+        )
         for _ in range(2):
-            model.zero_grad()
+            reducer.zero()
             _, parts = forward_backward(
-                wrapped, balanced_loss, batches, valid_tokens=targets, device=torch.device("cpu")
+                partial(balanced_loss, model), batches, reducer, valid_tokens=targets, device=torch.device("cpu")
             )
         hook.remove()
-        balance = sum_over(world.data_group, float(parts["loss_balance"]))[0] / targets
+        balance = sum_over(world.group, float(parts["loss_balance"]))[0] / targets
         return balance, gradients(model), counts[-16:]
 
 

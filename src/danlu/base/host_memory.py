@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import ctypes
 
+import psutil
+
 from danlu.base import env
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
@@ -33,3 +35,8 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(_MMAP_MAX, 0)) and bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def free_memory_bytes() -> int:
+    """Return the host memory that is free or can be freed at once; limits of a container are not known here."""
+    return int(psutil.virtual_memory().available)

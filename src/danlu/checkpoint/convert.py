@@ -14,6 +14,7 @@ No q/k permutation happens in either direction: the decoder turns the same pairs
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
@@ -170,24 +171,33 @@ def export_hf(
     overwrite: bool = False,
     check: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write ``parameters`` (FQN -> tensor, from a model or a run checkpoint) as an HF folder; see `save_hf`."""
+    """Write ``parameters`` (FQN -> tensor, from a model or a run checkpoint) as an HF folder; see `save_hf`.
+
+    A parameter is looked up once and let go of before the next, so that a mapping which reads on look-up
+    (`danlu.checkpoint.saved`) needs memory for its largest tensor and one file.
+    """
     expected = spec.parameter_shapes()
     _check_sets(set(expected), set(parameters), "the model to export does not have its family's parameters")
-    wrong = [f"{n}: {tuple(parameters[n].shape)}" for n, shape in expected.items() if parameters[n].shape != shape]
-    if wrong:
-        raise UserError("parameters contradict the model's spec", seen=shorten(wrong))
-    if not spec.tied_embeddings and torch.equal(parameters["embedding.weight"], parameters["head.weight"]):
+    if not spec.tied_embeddings and _digest(parameters["embedding.weight"]) == _digest(parameters["head.weight"]):
         spec = replace(spec, tied_embeddings=True)
     config, maps = hf_from_spec(spec), {tensor_map.hf_name: tensor_map for tensor_map in hf_names(spec)}
     out_dtype = dtype or parameters["embedding.weight"].dtype
+    held: dict[str, Tensor] = {}
+
+    def look_up(fqn: str) -> Tensor:
+        if fqn not in held:
+            held.clear()
+            held[fqn] = parameters[fqn].detach()
+            if held[fqn].shape != expected[fqn]:
+                raise UserError("parameters contradict the model's spec", seen=f"{fqn}: {tuple(held[fqn].shape)}")
+        return held[fqn]
 
     def make(name: str) -> Tensor:
-        parts = [_part(parameters[fqn].detach(), maps[name]) for fqn in maps[name].fqns]
-        stacked = torch.cat([part.to("cpu", out_dtype) for part in parts])
+        stacked = torch.cat([_part(look_up(fqn), maps[name]).to("cpu", out_dtype) for fqn in maps[name].fqns])
         return stacked.t() if maps[name].transpose else stacked
 
     def fill(part: Path) -> None:
-        sizes = {name: math.prod(maps[name].hf_shape(expected)) * out_dtype.itemsize for name in maps}
+        sizes = {name: math.prod(maps[name].hf_shape(expected)) * out_dtype.itemsize for name in _by_parameter(maps)}
         write_tensors(part, sizes, make, max_shard_bytes)
         text = str(out_dtype).removeprefix("torch.")
         source = None if tokenizer_from is None else Path(tokenizer_from)
@@ -196,6 +206,19 @@ def export_hf(
             check(part)
 
     write_folder(Path(folder), fill, overwrite=overwrite)
+
+
+def _by_parameter(maps: Mapping[str, TensorMap]) -> list[str]:
+    """Return the names so that tensors of the same parameter (its experts' matrices) follow one another."""
+    firsts = [tensor_map.fqns[0] for tensor_map in maps.values()]
+    place = {fqn: number for number, fqn in reversed(list(enumerate(firsts)))}
+    return sorted(maps, key=lambda name: place[maps[name].fqns[0]])
+
+
+def _digest(tensor: Tensor) -> bytes:
+    """Return a hash of a tensor's bytes: two large tables are compared without both in memory."""
+    plain = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return hashlib.blake2b(plain.data, digest_size=16).digest()
 
 
 @overload

@@ -233,7 +233,7 @@ def load_tensors(
         UserError: names or shapes differ (both directions are listed), the checkpoint holds pickled objects, or a file
             is not what was written.
     """
-    reader = _Reader(checkpoint.folder)
+    reader = CheckpointReader(checkpoint.folder)
     metadata = reader.read_metadata()
     entries = metadata.state_dict_metadata
     asked = set(tensors)
@@ -259,7 +259,7 @@ def load_tensors(
                 seen=f"{tuple(entry.size)} in the checkpoint",
                 legal=f"{tuple(tensor.shape)}",
             )
-    _check_files(checkpoint, metadata, group)
+    check_files(checkpoint, metadata, group)
     try:
         dcp.load(wrap_pieces(tensors), storage_reader=reader, planner=PieceLoadPlanner(), process_group=group)
     except CheckpointException as error:
@@ -268,7 +268,7 @@ def load_tensors(
         ) from error
 
 
-def _check_files(checkpoint: Checkpoint, metadata: Metadata, group: dist.ProcessGroup | None) -> None:
+def check_files(checkpoint: Checkpoint, metadata: Metadata, group: dist.ProcessGroup | None) -> None:
     """Raise `UserError`, on every rank, where a file is not what was written; older checkpoints know lengths only."""
     folder = checkpoint.folder
     sums = listed_sums(checkpoint.record, folder / _RECORD)
@@ -297,7 +297,7 @@ def _is_sound(folder: Path) -> bool:
 
 def tensor_names(checkpoint: Checkpoint) -> list[str]:
     """Return the names of all tensors in a checkpoint."""
-    return sorted(_Reader(checkpoint.folder).read_metadata().state_dict_metadata)
+    return sorted(CheckpointReader(checkpoint.folder).read_metadata().state_dict_metadata)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -339,10 +339,11 @@ class _Writer(dcp.FileSystemWriter):
             raise cause or error from None
 
 
-class _Reader(dcp.FileSystemReader):
+class CheckpointReader(dcp.FileSystemReader):
     """DCP's reader without its unrestricted unpickling."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what the checkpoint holds; `UserError` where that is more than tensors."""
         path = Path(self.path) / ".metadata"
         try:
             with path.open("rb") as file:

@@ -22,6 +22,7 @@ from danlu.cli import (
     data_finance,
     data_inspect,
     data_tokenizer,
+    doctor_parity,
     eval_model,
     export,
     plan_schedule,
@@ -41,6 +42,7 @@ app = typer.Typer(
 data = typer.Typer(help="Turn files into packed, tokenized rows.", no_args_is_help=True)
 config = typer.Typer(help="Look at configs.", no_args_is_help=True)
 plan = typer.Typer(help="Know what a training costs before paying for it.", no_args_is_help=True)
+doctor = typer.Typer(help="Find out what is wrong with a run.", no_args_is_help=True)
 
 app.command("train")(train.command)
 app.command("eval")(eval_model.command)
@@ -58,6 +60,8 @@ config.command("schema")(config_schema.command)
 config.command("show")(config_show.command)
 app.add_typer(plan, name="plan")
 plan.command("schedule")(plan_schedule.command)
+app.add_typer(doctor, name="doctor")
+doctor.command("parity")(doctor_parity.command)
 
 
 def _version(wanted: bool) -> None:

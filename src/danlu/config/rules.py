@@ -130,7 +130,11 @@ def check_effect(config: Config) -> None:
         idle["parallel.sp"] = "it is about tensor parallelism, and parallel.tp = 1"
     if parallel.pp == 1:
         why = "it is about pipeline parallelism, and parallel.pp = 1"
-        idle |= dict.fromkeys(("parallel.pp_schedule", "parallel.pp_virtual", "parallel.pp_split"), why)
+        idle |= dict.fromkeys(
+            ("parallel.pp_schedule", "parallel.pp_virtual", "parallel.pp_split", "metrics.trace_schedule"), why
+        )
+    elif config.train.steps is not None and config.metrics.trace_schedule > config.train.steps:
+        idle["metrics.trace_schedule"] = f"the run ends before, with train.steps = {config.train.steps}"
     if parallel.cp == 1:
         idle["parallel.cp_method"] = "it is about context parallelism, and parallel.cp = 1"
     if parallel.zero != 3:

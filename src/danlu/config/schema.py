@@ -230,6 +230,8 @@ class MetricsSection(Section):
     """Write TensorBoard event files."""
     progress: bool = True
     """Show the progress line on a terminal."""
+    trace_schedule: NonNegativeInt = 0
+    """With `pp`: the step whose timeline is written to `schedule.json` and `schedule.svg`; 0: none."""
 
 
 class EvalSection(Section):

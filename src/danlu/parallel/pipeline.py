@@ -83,6 +83,19 @@ class Channels:
         assert work is not None
         return work
 
+    def meet(self) -> None:
+        """Wait until all ranks of the pipeline are here."""
+        token = torch.zeros(1)  # through the host, whatever the device
+        others = [place for place in range(len(self.ranks)) if place != self.place]
+        if self.place == 0:
+            for source in others:
+                self.receive(token, source).wait()
+            for work in [self.send(token, to) for to in others]:
+                work.wait()
+        else:
+            self.send(token, 0).wait()
+            self.receive(token, 0).wait()
+
     def sum_with(self, tensor: Tensor, peer: int) -> None:
         """Add what the rank at place ``peer`` has; both call this, and both end with the same numbers."""
         theirs = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -110,7 +123,11 @@ class _Held:
 
 @dataclass(frozen=True)
 class Traced:
-    """When an action ran, in seconds since the step began."""
+    """When an action ran, in seconds since all ranks of the pipeline had met: each reads its own clock from there on.
+
+    So times of different ranks agree as well as their answers to the last message of `Channels.meet`: within the
+    latency of one small message, and clocks do not drift apart within a step.
+    """
 
     action: Action
     start_seconds: float
@@ -230,6 +247,14 @@ class Pipeline:
         _Step(self, make, num_micro_batches, forward, after_backward).run(trace)
 
 
+def _now() -> float:
+    """Return the time at which this rank has done everything that it was told to, except to send."""
+    if torch.cuda.is_initialized():
+        # not the whole device: what is being sent may have to wait for a receiver that waits for this rank
+        torch.cuda.current_stream().synchronize()
+    return time.perf_counter()
+
+
 class _Step:
     """One run of a schedule."""
 
@@ -260,17 +285,18 @@ class _Step:
         }
 
     def run(self, trace: list[Traced] | None) -> None:
+        if trace is not None:
+            _now()
+            self.channels.meet()
         began = time.perf_counter()
         for action in self.order:
             for inbox in self.inboxes.values():
                 inbox.post(self.make)
             got = self._receive(action)
-            start = time.perf_counter()
+            start = 0.0 if trace is None else _now()
             self._do(action, got)
             if trace is not None:
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
-                trace.append(Traced(action, start - began, time.perf_counter() - began))
+                trace.append(Traced(action, start - began, _now() - began))
             while self.leaving and self.leaving[0][0].is_completed():
                 self.leaving.popleft()
         for work, _ in self.leaving:

@@ -56,6 +56,7 @@ def plan_stages(
             raise UserError(
                 "a pipeline has at least one block a stage", where="parallel.pp",
                 seen=f"{num_stages} stages for {spec.num_layers} blocks",
+                legal=f"at most {spec.num_layers} stages (pp x stages a rank)",
             )  # fmt: skip
         blocks, head = layer_costs(spec, sequence_length)
         sizes = _balance((*blocks[:-1], blocks[-1] + head), num_stages)
@@ -74,22 +75,38 @@ def _check_split(split: Sequence[int], num_stages: int, num_layers: int) -> None
 
 
 def _balance(costs: tuple[float, ...], num_stages: int) -> tuple[int, ...]:
-    """Return the sizes of consecutive groups with the smallest largest sum, then the smallest sum of squares."""
+    """Return the sizes of consecutive groups with the smallest largest sum, then the smallest sum of squares.
+
+    Two searches: the best rest of a split need not be the rest of the best split, as soon as another group is largest.
+    """
     before = [0.0]
     for cost in costs:
         before.append(before[-1] + cost)
+    end = len(costs)
+    largest = [before[end] - start for start in before[:end]]  # of what begins at each block, as one group
+    for groups in range(2, num_stages + 1):
+        for start in range(end - groups + 1):
+            best = float("inf")
+            for cut in range(start + 1, end - groups + 2):
+                first = before[cut] - before[start]
+                best = min(best, max(first, largest[cut]))
+                if first >= best:
+                    break
+            largest[start] = best
+    limit = largest[0]
 
     @cache
-    def best(start: int, groups: int) -> tuple[float, float, tuple[int, ...]]:
-        left = len(costs) - start
+    def fill(start: int, groups: int) -> tuple[float, tuple[int, ...]]:
         if groups == 1:
-            whole = before[-1] - before[start]
-            return whole, whole**2, (left,)
-        options = []
-        for size in range(1, left - groups + 2):
+            rest = before[end] - before[start]
+            return (rest**2 if rest <= limit else float("inf")), (end - start,)
+        best: tuple[float, tuple[int, ...]] = (float("inf"), ())
+        for size in range(1, end - start - groups + 2):
             first = before[start + size] - before[start]
-            largest, squares, sizes = best(start + size, groups - 1)
-            options.append((max(first, largest), first**2 + squares, (size, *sizes)))
-        return min(options)
+            if first > limit:
+                break
+            squares, sizes = fill(start + size, groups - 1)
+            best = min(best, (first**2 + squares, (size, *sizes)))
+        return best
 
-    return best(0, num_stages)[2]
+    return fill(0, num_stages)[1]

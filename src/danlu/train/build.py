@@ -129,6 +129,7 @@ def build_model(config: Config, start: Start, world: World, sequence_length: int
     else:
         for part in parts.values():
             part.to_empty(device=world.device)
+    _clear_padding(parts, blocks)
     _fill(model_pieces(parts, blocks), start, world, config.train.seed)
     for part in parts.values():
         part.train()
@@ -144,6 +145,14 @@ def build_pipeline(config: Config, world: World) -> Pipeline | None:
     ranks = tuple(dist.get_process_group_ranks(world.axis_group("pp")))
     channels = Channels(ranks, world.place("pp"), world.up, world.down)
     return Pipeline(channels, schedule=config.parallel.pp_schedule, num_virtual=num_virtual_stages(config))
+
+
+@torch.no_grad()
+def _clear_padding(parts: Mapping[int, Decoder], blocks: Mapping[str, Block]) -> None:
+    """Give zeros to what is in no piece: fresh memory may hold NaN, and 0 x NaN reaches every gradient."""
+    for name, parameter in named_parameters(parts):
+        if blocks[name].local != blocks[name].extent:
+            local_range(parameter)[0].zero_()
 
 
 @torch.no_grad()

@@ -3,7 +3,12 @@
 An export is believed by whoever loads it next, often on another machine and without a word from danlu; so the folder
 is read back before it takes its place: exactly the tensors of the model's family, each of the right shape and dtype,
 and, unless told otherwise, the same logits in ``transformers``. An older export stays where the new one fails.
-Weights that become infinite in the wanted dtype (fp16 ends at 65,504) are refused before anything is written.
+Weights that become infinite in the wanted dtype (fp16 ends at 65,504) are refused, and then no folder appears.
+
+The weights of a run stream: one parameter at a time is read from the checkpoint, whatever layout wrote it, and one file
+at a time is written, so a model that many machines have trained is exported by one process with little memory (other
+sources, such as a Hugging Face folder in another dtype, are loaded whole). The comparison of logits does need the whole
+model, twice. Where that is more than the memory that is free, it is left out, with a warning.
 
 The end-of-sequence token is that of the training data: the chat template's end of turn for chats, else the
 tokenizer's own. `danlu.checkpoint.sidecars` makes config, generation config and tokenizer agree on it.
@@ -11,19 +16,23 @@ tokenizer's own. `danlu.checkpoint.sidecars` makes config, generation config and
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from danlu.base.errors import RunError, UserError, unknown_name
+from danlu.base.host_memory import free_memory_bytes
 from danlu.base.log import log
-from danlu.checkpoint.convert import load_hf, save_hf
+from danlu.checkpoint.convert import export_hf, load_hf
 from danlu.checkpoint.hf_files import open_tensors
+from danlu.checkpoint.saved import SavedWeights
 from danlu.checkpoint.verify import can_verify, verify_export
-from danlu.model.decoder import Decoder
 from danlu.model.families import hf_names
-from danlu.train.load import DTYPES, is_chat_data, load_model
+from danlu.model.spec import ModelSpec
+from danlu.train.load import DTYPES, describe_checkpoint, find_checkpoint, is_chat_data, load_model
 
 
 def export(
@@ -43,7 +52,8 @@ def export(
         output: folder to write; appears complete or not at all.
         dtype: of the written weights: ``fp32``, ``bf16`` or ``fp16``.
         checkpoint: step of a run's checkpoint; None takes the newest.
-        verify: open the folder with ``transformers`` and compare logits (`danlu.checkpoint.verify`).
+        verify: open the folder with ``transformers`` and compare logits (`danlu.checkpoint.verify`), if the model fits
+            into free memory twice.
         overwrite: replace a folder that is not empty.
         how_to_overwrite: what an error tells the caller to say for that.
 
@@ -61,20 +71,21 @@ def export(
         raise UserError(
             "the output folder is not empty", where=str(folder), hint=f"choose another one, or {how_to_overwrite}"
         )
-    opened = load_model(model, checkpoint=checkpoint, device="cpu")
-    _check_range(opened.model, dtype)
+    saved = find_checkpoint(str(model), checkpoint)
+    opened = load_model(model, device="cpu") if saved is None else describe_checkpoint(str(model), saved)
+    weights = dict(opened.model.named_parameters()) if saved is None else SavedWeights(saved)
     difference: float | None = None
 
     def check(part: Path) -> None:
         nonlocal difference
         check_export(part, DTYPES[dtype], where=folder)
-        if verify and can_verify(part):
-            difference = verify_export(part, opened.model, where=folder)
-        elif verify:
-            log.warning("not verified: transformers has no code for this architecture")
+        if verify and _can_verify(part, opened.spec, dtype):
+            whole = opened if saved is None else load_model(model, checkpoint=checkpoint, device="cpu")
+            difference = verify_export(part, whole.model, where=folder)
 
-    save_hf(
-        opened.model,
+    export_hf(
+        opened.spec,
+        _InRange(weights, dtype),
         folder,
         tokenizer_from=opened.tokenizer_folder,
         dtype=DTYPES[dtype],
@@ -128,15 +139,46 @@ def check_export(folder: Path, dtype: torch.dtype, *, where: Path | None = None)
             )
 
 
-@torch.no_grad()
-def _check_range(model: Decoder, dtype: str) -> None:
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
-            raise UserError("the model's weights are not finite; it is broken", seen=name)
-        if not parameter.to(DTYPES[dtype]).isfinite().all():
+def _can_verify(folder: Path, spec: ModelSpec, dtype: str) -> bool:
+    """Return whether logits can be compared here; where not, a warning says why."""
+    if not can_verify(folder):
+        log.warning("not verified: transformers has no code for this architecture")
+        return False
+    narrow = 0 if dtype == "fp32" else DTYPES[dtype].itemsize  # transformers loads it so, and widens it
+    needed, free = spec.num_parameters() * (2 * 4 + narrow), free_memory_bytes()
+    if needed > free:
+        log.warning(
+            "not verified: comparing logits with transformers takes the whole model twice, %.1f GiB, and %.1f GiB of "
+            "memory are free; names, shapes and dtypes were checked",
+            needed / 2**30,
+            free / 2**30,
+        )
+    return needed <= free
+
+
+class _InRange(Mapping[str, Tensor]):
+    """Parameters that are looked at as they pass: finite, and finite in the dtype that is to be written."""
+
+    def __init__(self, weights: Mapping[str, Tensor], dtype: str) -> None:
+        self.weights, self.dtype = weights, dtype
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    @torch.no_grad()
+    def __getitem__(self, fqn: str) -> Tensor:
+        tensor = self.weights[fqn]
+        largest = torch.stack(tensor.aminmax()).abs().max()  # one number, where a mask would take a tensor's memory
+        if not largest.isfinite():
+            raise UserError("the model's weights are not finite; it is broken", seen=fqn)
+        if not largest.to(DTYPES[self.dtype]).isfinite():
             raise UserError(
-                f"a weight is too large for {dtype}",
+                f"a weight is too large for {self.dtype}",
                 where="--dtype",
-                seen=f"{name}: {float(parameter.abs().max()):g}",
+                seen=f"{fqn}: {float(largest):g}",
                 hint="export as bf16 or fp32",
             )
+        return tensor

@@ -250,24 +250,35 @@ def fill_from_checkpoint(
         load_tensors(saved, tensors, unread=("optimizer.", "rng."), group=group)
 
 
-def _from_checkpoint(name: str, saved: Checkpoint, dtype: torch.dtype, device: torch.device) -> TrainedModel:
+def describe_checkpoint(
+    name: str, saved: Checkpoint, *, dtype: torch.dtype = torch.float32, model: Decoder | None = None
+) -> TrainedModel:
+    """Return what a checkpoint holds.
+
+    Args:
+        name: what the user called it.
+        saved: a committed checkpoint.
+        dtype: of parameters and computation.
+        model: with the checkpoint's weights; None describes one on meta, without them.
+    """
     spec = spec_from_record(saved.record["identity"]["model"], str(saved.folder))
-    with torch.device("meta"):
-        model = Decoder(spec, compute_dtype=dtype).to(dtype)  # before it has memory: fp32 would take twice as much
-    model.to_empty(device=device)
-    fill_from_checkpoint(dict(model.named_parameters()), saved)
-    return describe_checkpoint(name, saved, model.eval())
-
-
-def describe_checkpoint(name: str, saved: Checkpoint, model: Decoder) -> TrainedModel:
-    """Return ``model`` with what is known about the checkpoint that its weights are from."""
+    if model is None:
+        with torch.device("meta"):
+            model = Decoder(spec, compute_dtype=dtype).to(dtype)
     inside_run = saved.folder.resolve().parent
     run = inside_run.parent if inside_run.name == "checkpoints" else None
     data = Path(saved.record["config"]["data"]["train"][0])
     places = [data / "tokenizer", data] if run is None else [run / "tokenizer", data / "tokenizer", data]
     tokenizer_folder = next((place for place in places if has_tokenizer(place)), None)
     data_config = saved.record["data_config"]
-    return TrainedModel(model, name, saved.folder, run, saved.step, tokenizer_folder, data_config)
+    return TrainedModel(model.eval(), name, saved.folder, run, saved.step, tokenizer_folder, data_config)
+
+
+def _from_checkpoint(name: str, saved: Checkpoint, dtype: torch.dtype, device: torch.device) -> TrainedModel:
+    described = describe_checkpoint(name, saved, dtype=dtype)
+    described.model.to_empty(device=device)  # in its dtype already: fp32 first would take twice as much
+    fill_from_checkpoint(dict(described.model.named_parameters()), saved)
+    return described
 
 
 def _generation_stops(folder: Path) -> list[int]:

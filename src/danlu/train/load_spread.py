@@ -58,7 +58,7 @@ def load_spread(name: str, world: World, *, dtype: str) -> TrainedModel:
     pieces = {fqn: Piece(blocks[fqn], parameter) for fqn, parameter in model.named_parameters()}
     if saved is not None:
         fill_from_checkpoint(pieces, saved, world.checkpoint_group)
-        return describe_checkpoint(name, saved, model.eval())
+        return describe_checkpoint(name, saved, model=model)
     with torch.no_grad():
         fill_from_hf(spec, pieces, folder)
     tokenizer = folder if has_tokenizer(folder) else None

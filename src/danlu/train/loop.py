@@ -30,6 +30,7 @@ from danlu.data.batch import StepBatch
 from danlu.data.dataset import RowSource
 from danlu.model.spec import ModelSpec
 from danlu.parallel.mesh import World, open_world, sum_over
+from danlu.parallel.pipeline import Traced
 from danlu.parallel.placement import Piece
 from danlu.parallel.seed import set_seed
 from danlu.train import build
@@ -37,6 +38,7 @@ from danlu.train.evaluate import held_out_loss
 from danlu.train.layout import check_layout
 from danlu.train.metrics import MetricsWriter, peak_memory_bytes
 from danlu.train.optimizer import learning_rate_at
+from danlu.train.pipeline_trace import write_trace
 from danlu.train.run_folder import check_run_folder, claim_run_folder, find_resume
 from danlu.train.start import Start, hold_out, open_sources, plan_start
 from danlu.train.step import (
@@ -310,10 +312,7 @@ class _Run:
         config, reducer = self.config, self.built.reducer
         rate = self._learning_rate()
         self.optimizer.set_learning_rate(rate)
-        run = forward_backward if self.built.pipeline is None else forward_backward_pipelined
-        loss_sum, parts = run(
-            self.forward, batch.micro_batches, reducer, valid_tokens=valid_tokens, device=self.world.device
-        )
+        loss_sum, parts = self._forward_backward(batch, valid_tokens)
         norm = self.optimizer.clip(config.optimizer.max_grad_norm)
         bad = not abs(norm) < float("inf")
         if bad:
@@ -332,6 +331,18 @@ class _Run:
         self.tokens_seen += tokens
         result = StepResult(loss_sum, valid_tokens, norm, bad, parts)
         self._log(result, rate, writer, tokens=tokens, began=began, waited=waited)
+
+    def _forward_backward(self, batch: StepBatch, valid_tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
+        passed = (self.forward, batch.micro_batches, self.built.reducer)
+        device, pipeline, step = self.world.device, self.built.pipeline, self.step + 1
+        if pipeline is None:
+            return forward_backward(*passed, valid_tokens=valid_tokens, device=device)
+        if step != self.config.metrics.trace_schedule:
+            return forward_backward_pipelined(*passed, valid_tokens=valid_tokens, device=device)
+        trace: list[Traced] = []
+        sums = forward_backward_pipelined(*passed, valid_tokens=valid_tokens, device=device, trace=trace)
+        write_trace(self.folder, trace, pipeline.schedule(len(batch.micro_batches)), self.world, step=step)
+        return sums
 
     def _learning_rate(self) -> float:
         schedule = self.config.schedule

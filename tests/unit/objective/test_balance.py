@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from danlu.model.decoder import Decoder
 from danlu.model.router import RouterRecord
 from danlu.objective.balance import add_balance, balance_loss
 from danlu.objective.cross_entropy import Loss
+from danlu.parallel.data import Reducer
 from danlu.train.step import count_tokens, forward_backward
 from tiny import Document, balanced_loss, gradients, language_loss, micro_batch, moe_model, random_rows
 
@@ -96,7 +99,8 @@ def test_it_reaches_the_router_exactly_once() -> None:
 def run(batches: list[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
     model = moe_model()
     targets = sum(count_tokens([batch])[0] for batch in batches)
-    _, parts = forward_backward(model, balanced_loss, batches, valid_tokens=targets, device=CPU)
+    reducer = Reducer(list(model.named_parameters()))
+    _, parts = forward_backward(partial(balanced_loss, model), batches, reducer, valid_tokens=targets, device=CPU)
     return float(parts["loss_balance"]) / targets, gradients(model)
 
 
