@@ -51,11 +51,12 @@ def test_any_number_of_ranks_gives_the_same_run(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("words", ["dp_replicate=2", "tp=2", "cp=2", "pp=2"])
 def test_br_261_tokens_are_counted_once_over_all_ranks(
-    pool: RankPool, tmp_path: Path, tiny_rows: Path, alone: Path
+    pool: RankPool, tmp_path: Path, tiny_rows: Path, alone: Path, words: str
 ) -> None:
     """Valid tokens and tokens seen are those of the global batch; the rate per device is the whole job's over 2."""
-    pool.run(2, run, tiny_rows, tmp_path / "run")
+    pool.run(2, run, tiny_rows, tmp_path / "run", f"parallel.{words}", "train.micro_batch_size=4")
     for name in ("step", "lr", "valid_tokens", "tokens_seen", "skipped"):
         assert column(tmp_path / "run", name) == column(alone, name)
     for record in read_metrics(tmp_path / "run"):
