@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from danlu.checkpoint.store import find_checkpoints, open_checkpoint
+from danlu.parallel.placement import Piece
 from danlu.train.loop import train
 from distributed.pool import RankPool
-from tiny import largest_difference, last_tensors, read_metrics, tiny_config
+from tiny import largest_difference, last_tensors, read_metrics, read_tensors, tiny_config
 
 STEPS = 20
 WORDS = (f"train.steps={STEPS}", "optimizer.max_grad_norm=0.5", "schedule.warmup_steps=3")
@@ -50,11 +51,12 @@ def test_any_number_of_ranks_gives_the_same_run(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("words", ["dp_replicate=2", "tp=2", "cp=2", "pp=2"])
 def test_br_261_tokens_are_counted_once_over_all_ranks(
-    pool: RankPool, tmp_path: Path, tiny_rows: Path, alone: Path
+    pool: RankPool, tmp_path: Path, tiny_rows: Path, alone: Path, words: str
 ) -> None:
     """Valid tokens and tokens seen are those of the global batch; the rate per device is the whole job's over 2."""
-    pool.run(2, run, tiny_rows, tmp_path / "run")
+    pool.run(2, run, tiny_rows, tmp_path / "run", f"parallel.{words}", "train.micro_batch_size=4")
     for name in ("step", "lr", "valid_tokens", "tokens_seen", "skipped"):
         assert column(tmp_path / "run", name) == column(alone, name)
     for record in read_metrics(tmp_path / "run"):
@@ -76,6 +78,20 @@ def test_br_029_051_resume_on_two_ranks_is_bit_equal(pool: RankPool, tmp_path: P
         assert {"rng.0.cpu", "rng.1.cpu"} <= ours.keys()
         assert ours.keys() == theirs.keys()
         assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.timeout(120)
+def test_tensor_ranks_draw_alike_after_sequence_parallelism_is_turned_off(
+    pool: RankPool, tmp_path: Path, tiny_rows: Path
+) -> None:
+    """With it peers drop other tokens of a row; without it they hold the same ones, and must drop the same."""
+    words = ("model.dropout=0.1", "parallel.tp=2")
+    pool.run(2, run, tiny_rows, tmp_path / "split", *words, "train.steps=3")
+    checkpoint = tmp_path / "split" / "checkpoints" / "step-00000003"
+    pool.run(2, resume, tiny_rows, tmp_path / "whole", checkpoint, *words, "train.steps=4", "parallel.sp=false")
+    split, whole = (last_tensors(tmp_path / name, "rng.") for name in ("split", "whole"))
+    assert not torch.equal(split["rng.0.cpu"], split["rng.1.cpu"])
+    assert torch.equal(whole["rng.0.cpu"], whole["rng.1.cpu"])
 
 
 def resume(data: Path, output: Path, checkpoint: Path, *words: str) -> None:
@@ -124,3 +140,40 @@ def stop_early(data: Path, output: Path, steps: int) -> None:
         pass
     finally:
         loop.forward_backward = plain
+
+
+def restore_after_training(data: Path, output: Path, *words: str) -> list[str]:
+    """Train 5 steps, then restore step 2 into the same live run; return what is not as the file says."""
+    from danlu.train import loop
+
+    plain, different = loop._Run.train, []
+
+    def train_and_restore(run: Any) -> Any:
+        result = plain(run)
+        folder = output / "checkpoints" / "step-00000002"
+        run.restore(open_checkpoint(folder))
+        saved = read_tensors(folder, "")
+        for name, held in run.tensors().items():
+            boxes = held.boxes if isinstance(held, Piece) else [((0,) * held.ndim, held)]
+            for starts, view in boxes:
+                place = tuple(slice(first, first + size) for first, size in zip(starts, view.shape, strict=True))
+                if not torch.equal(view, saved[name][place]):
+                    different.append(name)
+        assert run.step == 2
+        return result
+
+    loop._Run.train = train_and_restore  # type: ignore[method-assign]
+    try:
+        train(tiny_config(data, output, "train.steps=5", "checkpoint.every_steps=2", "checkpoint.keep_last=9", *words))
+    finally:
+        loop._Run.train = plain  # type: ignore[method-assign]
+    return different
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_br_072_a_live_run_becomes_what_the_file_says(
+    pool: RankPool, tmp_path: Path, tiny_rows: Path, zero: int
+) -> None:
+    """Restored into a run that has trained on: weights, moments, step counts and random states are those saved."""
+    assert pool.run(2, restore_after_training, tiny_rows, tmp_path / "run", f"parallel.zero={zero}") == [[], []]

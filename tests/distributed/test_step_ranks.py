@@ -261,3 +261,19 @@ def test_br_032_037_by_default_both_stop_and_name_rank_1(pool: RankPool, tmp_pat
         assert "data rank 1: loss nan" in text
         assert "data rank 0:" not in text
     assert [path.name for path in find_checkpoints(folder / "checkpoints")] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_br_025_a_nan_on_one_rank_is_skipped_whatever_is_split(
+    pool: RankPool, tmp_path: Path, tiny_rows: Path, zero: int
+) -> None:
+    """Bad numbers in rank 1's loss only: all skip the step, and no shard keeps anything of it."""
+    for stage in (0, zero):
+        words = ("train.on_nonfinite=skip", f"parallel.zero={stage}")
+        pool.run(2, poisoned, tiny_rows, tmp_path / str(stage), 1, 2, *words)
+    assert [record["skipped"] for record in read_metrics(tmp_path / str(zero))] == [0, 1, 0, 0]
+    found, expected = (last_tensors(tmp_path / str(stage), "") for stage in (zero, 0))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if not name.startswith("rng."):
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-7, msg=f"zero={zero}, {name}")

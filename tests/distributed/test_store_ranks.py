@@ -51,6 +51,23 @@ def test_br_050_every_rank_gets_its_own_random_state_back(pool: RankPool, tmp_pa
     assert len({bytes(state.numpy()) for state in states.values()}) == 4
 
 
+def save_apart(folder: Path) -> None:
+    """Save into a folder that only this rank sees (a job for the pool)."""
+    with (
+        open_world(device="cpu") as world,
+        CheckpointStore(folder / str(world.rank), group=world.checkpoint_group) as store,
+    ):
+        store.save(1, {f"x.{world.rank}": torch.ones(2)}, {})
+        with pytest.raises(RunError, match=r"rank 0 does not see __1_0\.distcp: all machines must share"):
+            store.wait()
+
+
+def test_folders_that_ranks_do_not_share_are_never_committed(pool: RankPool, tmp_path: Path) -> None:
+    """What lies on another machine's disk is missed when it is saved, by all ranks, and not at the resume."""
+    pool.run(2, save_apart, tmp_path)
+    assert find_checkpoints(tmp_path / "0") == []
+
+
 def save_all(folder: Path, steps: list[int]) -> float:
     """Save at these steps and return the seconds that it took (a job for the pool)."""
     with open_world(device="cpu") as world:

@@ -23,7 +23,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -185,6 +185,7 @@ class CheckpointStore:
             process_group=self.group,
         )
         files = sum_own_files(partial, self.group)
+        self._check_shared(partial, files)
         if self.group.rank() == 0:
             record = {**record, "files": files}
             _write_durably(partial / _RECORD, json.dumps(record, indent=2))
@@ -199,6 +200,13 @@ class CheckpointStore:
                     _give_up(old)
             self._sweep()
         dist.barrier(self.group)
+
+    def _check_shared(self, partial: Path, files: Iterable[str]) -> None:
+        """Raise on every rank where rank 0, which commits, cannot see what another has written."""
+        absent = [[name for name in files if not (partial / name).is_file()]]
+        dist.broadcast_object_list(absent, group_src=0, group=self.group)
+        if absent[0]:
+            raise RunError(f"rank 0 does not see {_some(absent[0])}: all machines must share the run folder")
 
     def _sweep(self) -> None:
         for folder in self.folder.glob(f"step-*{_PARTIAL}"):

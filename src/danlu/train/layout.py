@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from danlu.base.errors import UserError
-from danlu.base.layout import Degrees, check_expert, check_tensor
+from danlu.base.layout import Degrees, check_expert, check_pipeline, check_tensor
 from danlu.config.schema import Config
 from danlu.model.spec import ModelSpec
 from danlu.parallel.context import check_context, row_multiple
@@ -61,5 +61,6 @@ def plan_layers(config: Config, spec: ModelSpec, degrees: Degrees, sequence_leng
     """Return the blocks of each pipeline stage (one stage without a pipeline)."""
     if degrees.pp == 1:
         return [range(spec.num_layers)]
-    num_stages = degrees.pp * num_virtual_stages(config)
-    return plan_stages(spec, num_stages, sequence_length=sequence_length, split=config.parallel.pp_split)
+    num_virtual = num_virtual_stages(config)
+    check_pipeline(degrees.pp, num_layers=spec.num_layers, num_virtual=num_virtual)
+    return plan_stages(spec, degrees.pp * num_virtual, sequence_length=sequence_length, split=config.parallel.pp_split)

@@ -239,8 +239,10 @@ class _Run:
         self.tokens_seen, self.skipped = int(record["tokens_seen"]), int(record["skipped"])
         self.skipped_before = self.skipped
         tensors = self.tensors()
-        same_world = (record.get("layout"), record.get("device")) == (
-            dataclasses.asdict(self.world.degrees), self.world.device.type
+        # with sequence parallelism tensor parallel peers draw other numbers, without it they must draw the same
+        was_split = record.get("config", {}).get("parallel", {}).get("sp")
+        same_world = (record.get("layout"), record.get("device"), was_split) == (
+            dataclasses.asdict(self.world.degrees), self.world.device.type, self.config.parallel.sp
         )  # fmt: skip
         if not same_world:
             tensors = {name: value for name, value in tensors.items() if not name.startswith("rng.")}

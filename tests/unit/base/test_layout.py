@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 
 from danlu.base.errors import UserError
 from danlu.base.layout import AXES, Degrees, check_pipeline, check_tensor, solve_degrees
+from danlu.config.schema import Config, ParallelSection
+from danlu.train.layout import plan_layers
+from tiny import T0_SPEC
 
 
 def solve(world_size: int, zero: int = 0, **wanted: int) -> Degrees:
@@ -127,6 +131,13 @@ def test_br_075_077_a_config_is_refused_before_any_process(
         train(tiny_config(tiny_rows, tmp_path / "run", *words))
     assert not dist.is_initialized()
     assert not (tmp_path / "run").exists()
+
+
+def test_a_pipeline_that_is_too_long_is_refused_before_any_process() -> None:
+    """The refusal of a config names the degrees that would do, with the stages a rank that its schedule has."""
+    config = Config(parallel=ParallelSection(pp=3, pp_schedule="interleaved"))
+    with pytest.raises(UserError, match=r"3 x 2 stages for 4 blocks\n.*pp = 1, 2 with pp_virtual = 2"):
+        plan_layers(config, dataclasses.replace(T0_SPEC, num_layers=4), Degrees(pp=3), 64)
 
 
 def test_a_stage_has_a_block() -> None:
