@@ -57,6 +57,26 @@ def main() -> None:
         ]
         lines += [*machine.table(["micro-batches", "measured", "in theory"], rows), ""]
         lines += [*machine.machine_lines(pipeline["machine"]), ""]
+    if wire := read("communication/results.json"):
+        lines += ["## [Bytes on the wire](communication/README.md)", "", "`python benchmarks/communication/run.py`", ""]
+        rows = [row for layout in wire["layouts"] for row in layout["rows"]]
+        ratios = [row["counted"] / row["formula"] if row["formula"] else float("inf") for row in rows]
+        lines += [
+            f"{len(wire['layouts'])} layouts, {len(rows)} pairs of axes and operation: counted / formula is "
+            f"{min(ratios):.4f} to {max(ratios):.4f}.",
+            "",
+        ]
+        lines += [*machine.machine_lines(wire["machine"]), ""]
+    if memory := read("memory_per_rank/results.json"):
+        lines += ["## [Memory of each rank](memory_per_rank/README.md)", ""]
+        lines += ["`python benchmarks/memory_per_rank/run.py`", ""]
+        kinds = ("parameters", "gradients", "optimizer")
+        rows = [
+            [name, *(f"{layout['measured'][kind] / layout['theory'][kind]:.2f}" for kind in kinds)]
+            for name, layout in memory["layouts"].items()
+        ]
+        lines += [*machine.table(["measured / theory", "parameters", "gradients", "optimizer state"], rows), ""]
+        lines += [*machine.machine_lines(memory["machine"]), ""]
     if start := read("cli_start.json"):
         lines += ["## Start of the command line", "", "`python benchmarks/cli_start.py`", ""]
         rows = [[f"`{command}`", f"{found['median']:.2f}"] for command, found in start["commands"].items()]
