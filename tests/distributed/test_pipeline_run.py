@@ -263,8 +263,8 @@ def test_without_a_trace_there_is_no_file(alone: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "where", "parts"),
     [
-        (("pp=6",), "pp:", ("6 stages for 4 blocks", "at most 4 stages")),
-        (("pp=3", 'pp_schedule="zbv"'), "pp:", ("6 stages for 4 blocks", "pp x stages a rank")),
+        (("pp=6",), "pp:", ("6 x 1 stages for 4 blocks", "pp = 1, 2, 3, 4 with pp_virtual = 1")),
+        (("pp=3", 'pp_schedule="zbv"'), "pp:", ("3 x 2 stages for 4 blocks", "pp = 1, 2 with pp_virtual = 2")),
         (("pp=2", "pp_virtual=2"), "pp_virtual:", ('"1f1b"', "seen:  2", "legal: 1")),
         (("pp=2", "pp_virtual=1", 'pp_schedule="interleaved"'), "pp_virtual:", ("seen:  1", "legal: 2 or more")),
         (("pp=2", "pp_split=[1,2]"), "pp_split:", ("2 stages, 3 blocks", "2 numbers", "4 blocks")),
