@@ -56,8 +56,8 @@ class Loader:
         shuffle: visit rows in a seeded random order.
         samples_seen: where to resume.
         sequence_length: slots of a row; None: the longest of the sources. Shorter rows are padded.
-        trim_padding: cut each micro-batch to its longest row. Shapes then differ between micro-batches and ranks, which
-            pays for rows of very different lengths and is not for layouts that need equal shapes (pipeline, context).
+        trim_padding: cut each micro-batch to its longest row. Shapes then differ between micro-batches and data ranks,
+            which pays for rows of very different lengths; ranks that have the same rows see the same shapes.
 
     Raises:
         UserError: no rows, weights that do not fit, or rows longer than ``sequence_length``.
