@@ -14,6 +14,7 @@ from danlu.parallel.volume import count_volume
 from danlu.plan.communication import Flow, Work
 from danlu.train import build
 from danlu.train.loop import train
+from danlu.train.start import plan_start
 from distributed.pool import RankPool
 from tiny import tiny_config
 
@@ -87,4 +88,4 @@ def work_of(config: Config, degrees: Degrees, *, tokens: int) -> Work:
 
 def spec_of(config: Config) -> build.ModelSpec:
     """Return the model that ``config`` trains."""
-    return build.plan_start(config.model, [PackedDataset(path) for path in config.data.train]).spec
+    return plan_start(config.model, [PackedDataset(path) for path in config.data.train]).spec

@@ -13,6 +13,7 @@ from danlu.config.rules import check_config
 from danlu.config.schema import Config
 from danlu.parallel.mesh import open_world
 from danlu.train import build
+from danlu.train.start import open_sources, plan_start
 from tiny import PLAIN
 
 Held = dict[str, list[tuple[tuple[int, ...], Tensor]]]
@@ -23,8 +24,8 @@ def held_parts(data: Path, *words: str) -> Held:
     """Build the model of a run on this rank's layout and return what is here of each parameter (a job)."""
     settings = [*PLAIN, f"data.train={data}", "train.output=unused", "train.steps=1", *words]
     config = load(Config, None, settings).config
-    sources = build.open_sources(config.data.train, "fail")
-    start = build.plan_start(config.model, sources)
+    sources = open_sources(config.data.train, "fail")
+    start = plan_start(config.model, sources)
     with open_world(check_config(config, env.ranks().world_size), device="cpu") as world:
         built = build.build_model(config, start, world, 24)
         return {

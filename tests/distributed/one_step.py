@@ -13,6 +13,7 @@ from danlu.config.rules import check_config
 from danlu.parallel.mesh import World, open_world, sum_over
 from danlu.parallel.placement import Piece
 from danlu.train import build
+from danlu.train.start import plan_start
 from danlu.train.step import StepResult as Result
 from danlu.train.step import count_tokens, forward_backward, reduce_losses
 from tiny import micro_batch, random_rows, tiny_config
@@ -63,7 +64,7 @@ class Prepared:
         degrees = check_config(config, env.ranks().world_size)
         self.world = open_world(degrees, device="cpu")
         world = self.world.__enter__()
-        start = build.plan_start(config.model, [])
+        start = plan_start(config.model, [])
         built = build.build_model(config, start, world, 24)
         optimizer = build.build_optimizer(config, built, world)
         objective = build.build_objective(config, start.spec, world)

@@ -20,7 +20,8 @@ from danlu.config.schema import Config
 from danlu.model import decoder as decoder_module
 from danlu.parallel.schedule import parse_schedule
 from danlu.train import loop as loop_module
-from danlu.train.build import TABLE, check_layout
+from danlu.train.build import TABLE
+from danlu.train.layout import check_layout
 from danlu.train.loop import TrainResult, train
 from distributed.pool import RankPool
 from tiny import (
