@@ -47,6 +47,16 @@ def main() -> None:
         rates = data["loader_rows_per_second"]
         lines += [f"The loader gives {min(rates.values()):,.0f} rows of 512 tokens a second.", ""]
         lines += [*machine.machine_lines(data["machine"]), ""]
+    if pipeline := read("pipeline/results.json"):
+        lines += ["## [Utilisation of pipeline schedules](pipeline/README.md)", ""]
+        lines += [f"`{pipeline['command']}`", "", "GPipe on eight ranks, by micro-batches in a step:", ""]
+        rows = [
+            [str(case["micro_batches"]), f"{case['utilisation']:.1%}", f"{case['theory']:.1%}"]
+            for case in pipeline["cases"]
+            if case["schedule"] == "gpipe"
+        ]
+        lines += [*machine.table(["micro-batches", "measured", "in theory"], rows), ""]
+        lines += [*machine.machine_lines(pipeline["machine"]), ""]
     if start := read("cli_start.json"):
         lines += ["## Start of the command line", "", "`python benchmarks/cli_start.py`", ""]
         rows = [[f"`{command}`", f"{found['median']:.2f}"] for command, found in start["commands"].items()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from danlu.base import env
@@ -28,6 +29,7 @@ def held_parts(data: Path, *words: str) -> Held:
     start = plan_start(config.model, sources)
     with open_world(check_config(config, env.ranks().world_size), device="cpu") as world:
         built = build.build_model(config, start, world, 24)
+        dist.barrier()  # nobody leaves while another is still connecting
         return {
             name: [(starts, view.clone()) for starts, view in piece.boxes] for name, piece in built.pieces().items()
         }

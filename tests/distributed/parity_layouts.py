@@ -129,10 +129,8 @@ _EVERY_AXIS_AND_MIX = """
 4 pp=2 cp=2 train.micro_batch_size=4
 8 pp=2 tp=2 dp_shard=2 zero=2 train.micro_batch_size=2
 8 dp_shard=2 cp=2 tp=2 zero=3
-8 dp_shard=2 cp=2 tp=2 zero=2 cp_method=ulysses train.micro_batch_size=2
 8 dp_replicate=2 dp_shard=2 tp=2 zero=1 bucket_cap_mb=0.001
 8 dp_replicate=2 dp_shard=2 cp=2 zero=3
-8 dp_replicate=2 dp_shard=4 zero=3
 """
 
 LAYOUTS: list[Layout] = [

@@ -95,7 +95,7 @@ def test_only_blind_parameters_are_left_out(bench: Bench) -> None:
 def test_gradients_of_key_biases_agree_in_one_step(
     pool: RankPool, tmp_path: Path, family: str, ranks: int, layout: str
 ) -> None:
-    """What the comparison of weights skips: zero without rotary positions, small with, equal to 1e-6."""
+    """What the comparison of weights skips, equal to 1e-6: zero with learned positions, small with rotary ones."""
     (alone,) = pool.run(1, step, tmp_path, FAMILIES[family])
     words = (*FAMILIES[family], *(f"parallel.{word}" for word in layout.split()))
     assert_same_step(pool.run(ranks, step, tmp_path, words), alone)

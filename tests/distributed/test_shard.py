@@ -213,3 +213,45 @@ def test_br_094_a_unit_of_zero_3_is_a_block_or_one_table(pool: RankPool, tmp_pat
     block = 2 * 32 + 32 * 32 * 2 + 2 * 16 * 32 + 3 * 32 * 64
     assert max(sizes) <= max(64 * 32, block + 32)
     assert sizes.count(64 * 32) == 2
+
+
+def expert_step(folder: Path, words: Sequence[str]) -> tuple[int, float]:
+    """Return how many different numbers the norm counts, gradients being 1 (a job for the pool)."""
+    with Prepared(folder, words) as (_, built, optimizer, _):
+        for _, parameter in built.reducer.parameters:
+            if parameter.grad is None and not isinstance(parameter, DTensor):
+                parameter.grad = torch.ones_like(parameter)
+        for shard in optimizer.shards:
+            shard.values.grad = torch.ones_like(shard.values)
+        whole = sum(torch.Size(piece.shape).numel() for piece in built.pieces().values())
+        return whole, optimizer.clip(0.0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(1, ""), (4, "ep=2"), (4, "zero=1 ep=2"), (4, "zero=2 ep=4"), (4, "zero=3 ep=2")]
+)
+def test_br_021_the_norm_counts_experts_and_the_rest_once(
+    pool: RankPool, tmp_path: Path, ranks: int, layout: str
+) -> None:
+    """Experts on 1, 2 or all of 4 ranks, all gradients 1: the norm is the root of the number of parameters."""
+    (whole, _) = pool.run(1, expert_step, tmp_path, FAMILIES["moe"])[0]
+    words = (*FAMILIES["moe"], *(f"parallel.{word}" for word in layout.split()))
+    for _, norm in pool.run(ranks, expert_step, tmp_path, words):
+        assert norm == pytest.approx(whole**0.5, rel=1e-6)
+
+
+def dtypes(folder: Path, words: Sequence[str]) -> set[torch.dtype]:
+    """Return the dtypes of parameters and optimizer state (a job for the pool)."""
+    with Prepared(folder, words) as (_, built, optimizer, _):
+        state = {value.dtype for entry in optimizer.core.state.values() for value in entry.values()}
+        return state | {parameter.dtype for _, parameter in built.reducer.parameters}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_br_038_041_bf16_is_a_compute_dtype_only(pool: RankPool, tmp_path: Path, alone: Any, zero: int) -> None:
+    """Parameters and moments are fp32 in every stage, and the loss is near fp32's: logits are not left in bf16."""
+    words = (*UNTIED, 'precision.compute_dtype="bf16"', f"parallel.zero={zero}")
+    assert set().union(*pool.run(2, dtypes, tmp_path, words)) == {torch.float32}
+    for share in pool.run(2, step, tmp_path, words):
+        assert share.loss == pytest.approx(alone[UNTIED].loss, rel=1e-3)
+        assert {view.dtype for _, _, view in share.boxes} == {torch.float32}

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from danlu.checkpoint.convert import save_hf
+from danlu.config.load import load
+from danlu.config.schema import Config
 from danlu.model.decoder import Decoder, initial_value
 from danlu.parallel.mesh import open_world
 from danlu.parallel.placement import Piece
@@ -16,7 +19,7 @@ from danlu.parallel.tensor import apply_tensor
 from distributed.one_step import Prepared, Share, assert_same_step, step, whole_gradients
 from distributed.parity_layouts import FAMILIES
 from distributed.pool import RankPool
-from tiny import T0_SPEC, micro_batch
+from tiny import PLAIN, T0_SPEC, micro_batch, tiny_model
 
 pytestmark = pytest.mark.timeout(120)
 SPLIT = [name for name in FAMILIES if name != "mistral"]
@@ -94,3 +97,45 @@ def test_padding_of_the_vocabulary_is_zero(pool: RankPool, tmp_path: Path) -> No
     """Fresh memory may hold NaN, and 0 x NaN would reach every gradient: what no piece fills is zero."""
     found = pool.run(2, padding, tmp_path, (*FAMILIES["gpt2"], "parallel.tp=2"))
     assert found == [(0.0, 0), (0.0, 1)]
+
+
+def opened(folder: Path, words: Sequence[str]) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
+    """Return the boxes of this rank's parameters after a start from a Hugging Face folder (a job for the pool)."""
+    with Prepared(folder, words) as (_, built, _, _):
+        return [(name, starts, view.clone()) for name, piece in built.pieces().items() for starts, view in piece.boxes]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(1, ""), (2, "tp=2"), (4, "tp=4"), (4, "tp=2 zero=1"), (4, "tp=2 zero=3"), (2, "zero=3")]
+)
+def test_br_082_a_hugging_face_folder_opens_in_any_layout(
+    pool: RankPool, tmp_path: Path, ranks: int, layout: str
+) -> None:
+    """Tp = 1, 2 and 4 with 2 key heads and 65 rows: what the ranks hold together is the file, bit for bit."""
+    model = tiny_model(seed=5, vocab_size=65)
+    save_hf(model, tmp_path / "model")
+    spread = tuple(f"parallel.{word}" for word in layout.split())
+    wholes = {name: torch.full(value.shape, torch.nan) for name, value in model.named_parameters()}
+    for boxes in pool.run(ranks, opened_from, tmp_path, spread):
+        for name, starts, view in boxes:
+            wholes[name][tuple(slice(at, at + size) for at, size in zip(starts, view.shape, strict=True))] = view
+    for name, value in model.named_parameters():
+        assert torch.equal(wholes[name], value.detach()), name
+
+
+def opened_from(folder: Path, words: Sequence[str]) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
+    """`opened` without the sizes of T0, which a pretrained model brings itself (a job for the pool)."""
+    import distributed.one_step as here
+
+    plain = here.tiny_config
+    here.tiny_config = lambda data, output, *more: (
+        load(  # type: ignore[assignment]
+            Config,
+            None,
+            [*PLAIN, f"data.train={data}", f"train.output={output}", *more, f"model.name={folder / 'model'}"],
+        ).config
+    )
+    try:
+        return opened(folder, words)
+    finally:
+        here.tiny_config = plain

@@ -24,6 +24,7 @@ TOKENS = 22  # no multiple of any part: rows are padded
 WIDE_KEYS = "model.num_kv_heads=1"
 GPT = 'model.name="gpt2" model.tied_embeddings=true model.num_kv_heads=4 model.vocab_size=67'
 QWEN = 'model.name="qwen3-0.6b" model.tied_embeddings=true model.vocab_size=67 model.num_kv_heads=1'
+TIED = "model.tied_embeddings=true"
 ACCUMULATE = "train.micro_batch_size=1"
 BUCKETS = "parallel.bucket_cap_mb=0.01"
 LAYOUTS = [
@@ -53,6 +54,13 @@ LAYOUTS = [
     (4, f"parallel.tp=2 parallel.zero=1 {QWEN}"),
     (8, f"parallel.tp=2 parallel.cp=2 parallel.zero=2 parallel.cp_method=ulysses {ACCUMULATE}"),
     (8, f"parallel.tp=2 parallel.zero=3 parallel.dp_replicate=2 {ACCUMULATE} {QWEN}"),
+    (2, f"parallel.pp=2 {ACCUMULATE}"),
+    (4, f"parallel.pp=2 parallel.tp=2 {ACCUMULATE} {TIED}"),
+    (4, f"parallel.pp=2 parallel.zero=2 parallel.pp_schedule=zbv model.num_layers=4 {ACCUMULATE} {TIED}"),
+    (4, f"parallel.pp=2 parallel.cp=2 parallel.pp_schedule=interleaved model.num_layers=5 {ACCUMULATE}"),
+    (4, f"parallel.pp=2 parallel.zero=1 {ACCUMULATE} {GPT}"),
+    (4, f"parallel.pp=2 parallel.zero=3 {ACCUMULATE} {TIED}"),
+    (8, f"parallel.pp=2 parallel.tp=2 parallel.zero=2 parallel.cp=2 {ACCUMULATE} {TIED}"),
     (2, "parallel.tp=2 precision.compute_dtype=bf16"),
     (2, "parallel.cp=2 precision.compute_dtype=bf16"),
     (2, "parallel.zero=3 precision.compute_dtype=bf16"),
@@ -73,7 +81,9 @@ def test_a_step_sends_what_the_formulas_say(
     """Each axis and operation, mean over ranks: ratio 1; nothing more is sent, but some numbers on the host."""
     config = tiny_config(even_rows, tmp_path / "run", *words.split())
     degrees = solve_layout(config, ranks)
-    planned = by_operation(plan_communication(spec_of(config), degrees, work_of(config, degrees, tokens=TOKENS)))
+    spec = spec_of(config)
+    work = work_of(config, spec, degrees, tokens=TOKENS)
+    planned = by_operation(plan_communication(spec, degrees, work))
     traffic = mean_traffic(pool, ranks, even_rows, tmp_path / "run", *words.split())
     counted, other = split_bookkeeping(traffic)
     assert counted == pytest.approx(planned, rel=1e-9)

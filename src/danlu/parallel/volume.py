@@ -47,7 +47,7 @@ class Message:
     """What is counted together."""
 
     ranks: tuple[int, ...]
-    """Global ranks of the group."""
+    """Global ranks that talk: the group, or both ends of a message."""
     operation: str
     dtype: torch.dtype
 
@@ -118,7 +118,10 @@ class Volume(TorchDispatchMode):
         operation, place, count = _KNOWN[name]
         group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
         tensors = [tensor for tensor in tree_leaves(args[place]) if isinstance(tensor, Tensor)]
-        message = Message(tuple(dist.get_process_group_ranks(group)), operation, tensors[0].dtype)
+        ranks = dist.get_process_group_ranks(group)
+        if operation == "send":
+            ranks = sorted({ranks[group.rank()], ranks[args[2]]})
+        message = Message(tuple(ranks), operation, tensors[0].dtype)
         self.calls[message] += 1
         self.sent[message] = self.sent.get(message, 0.0) + count(args, group)
 

@@ -23,12 +23,16 @@ of r; FSDP2 pads the rows of every parameter; its head (and a tied table) is gat
 the embedding runs in the parameters' dtype; under sp the gradients of norms, and always those of head norms and of key
 heads that several ranks hold, are summed over the tensor parallel ranks.
 
+In a pipeline every stage has buckets of its own, ZeRO-3 gathers and reduces once a step, and a tied table is on two
+stages, which exchange its gradient.
+
 What it does not count: the numbers on the host that ranks agree on (`bookkeeping_bytes`), evaluation, checkpoints, the
-start of a run, and, in a pipeline, the gradient of a tied table. Nothing here imports torch.
+start of a run. Models with experts are refused: what they send depends on the router. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +41,7 @@ from typing import Literal
 from danlu.base.errors import UserError
 from danlu.base.layout import AXES, Degrees
 from danlu.model.spec import ModelSpec
+from danlu.parallel.stages import plan_stages
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 _IDS = 8
@@ -74,7 +79,8 @@ class Work:
         reshard_after_forward: as in the config.
         sp: sequence parallelism, with ``tp``.
         cp_method: as in the config.
-        boundaries: places in the pipeline where stages on different ranks meet; None: one stage a rank.
+        stages: blocks of each pipeline stage; None: one stage a rank, balanced.
+        stage_to_rank: place in the pipeline of each stage; None: in turn.
         activation_bytes: of one activation.
         parameter_bytes: of one parameter, gathered as it is stored, and of its gradient.
         bucket_cap_mb: as in the config.
@@ -88,7 +94,8 @@ class Work:
     reshard_after_forward: bool = True
     sp: bool = True
     cp_method: Literal["ring", "ulysses"] = "ring"
-    boundaries: int | None = None
+    stages: Sequence[range] | None = None
+    stage_to_rank: Sequence[int] | None = None
     activation_bytes: int = 2
     parameter_bytes: int = 4
     bucket_cap_mb: float = 25.0
@@ -176,39 +183,101 @@ def _axes(degrees: Degrees, *names: str) -> tuple[str, ...]:
     return tuple(axis for axis, size in zip(AXES, degrees.shape, strict=True) if axis in names and size > 1)
 
 
-def data_flows(shapes: Mapping[str, Sequence[int]], degrees: Degrees, work: Work) -> list[Flow]:
-    """Return the flows of data parallelism, ZeRO 0 to 2: gradients, and parameters after the update."""
-    split, copies = degrees.dp_shard * degrees.cp, degrees.dp_replicate
+def stage_ranks(degrees: Degrees, work: Work) -> list[int]:
+    """Return the place in the pipeline of each stage."""
+    if work.stage_to_rank is not None:
+        return list(work.stage_to_rank)
+    return [stage % degrees.pp for stage in range(len(work.stages or range(degrees.pp)))]
+
+
+def stage_shapes(spec: ModelSpec, degrees: Degrees, work: Work) -> list[dict[str, tuple[int, ...]]]:
+    """Return the local shapes of what each part reduces on its own: the stages, then a table that two of them share.
+
+    The shared table is listed once for each rank that has it.
+    """
+    shapes, places = local_shapes(spec, degrees.tp), stage_ranks(degrees, work)
+    if degrees.pp == 1:
+        return [shapes]
+    layers = work.stages or plan_stages(spec, len(places), sequence_length=work.length)
+    parts: list[dict[str, tuple[int, ...]]] = [
+        {f"blocks.{layer}.{name}": shape for layer in held for name, shape in _block(shapes, layer).items()}
+        for held in layers
+    ]
+    outside = {name: shape for name, shape in shapes.items() if not name.startswith("blocks.")}
+    shared = {"embedding.weight": outside.pop("embedding.weight")}
+    first = {name: outside.pop(name) for name in ("position_embedding.weight",) if name in outside}
+    parts[-1] |= outside
+    if spec.tied_embeddings:
+        parts[0] = first | parts[0]
+        return parts + [shared] * len({places[0], places[-1]})
+    parts[0] = shared | first | parts[0]
+    return parts
+
+
+def _block(shapes: Mapping[str, tuple[int, ...]], layer: int) -> dict[str, tuple[int, ...]]:
+    prefix = f"blocks.{layer}."
+    return {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+
+
+def data_flows(parts: Sequence[Mapping[str, Sequence[int]]], degrees: Degrees, work: Work) -> list[Flow]:
+    """Return the flows of data parallelism, ZeRO 0 to 2: gradients, and parameters after the update.
+
+    Args:
+        parts: see `stage_shapes`.
+        degrees: ranks per axis.
+        work: the step.
+    """
+    split, copies, size = degrees.dp_shard * degrees.cp, degrees.dp_replicate, work.parameter_bytes
     axes = _axes(degrees, "dp_replicate", "dp_shard", "cp")
-    cap = work.bucket_cap_mb * 2**20
     if work.zero == 0 or split == 1:
-        sent = all_reduce_bytes(sum(map(math.prod, shapes.values())) * work.parameter_bytes, split * copies)
-        return [Flow(axes, "all_reduce", "gradients", sent)]
-    numel = bucketed_numel(shapes.values(), cap_bytes=cap, multiple=split, parameter_bytes=work.parameter_bytes)
-    whole, inside = numel * work.parameter_bytes, _axes(degrees, "dp_shard", "cp")
-    times = work.micro_batches if work.zero == 2 else 1
+        numel = sum(math.prod(shape) for part in parts for shape in part.values())
+        return [Flow(axes, "all_reduce", "gradients", all_reduce_bytes(numel * size / degrees.pp, split * copies))]
+    cap, inside = work.bucket_cap_mb * 2**20, _axes(degrees, "dp_shard", "cp")
+    stages = len(parts) if degrees.pp == 1 else len(stage_ranks(degrees, work))
+    moved = reduced = 0.0
+    for index, part in enumerate(parts):
+        whole = bucketed_numel(part.values(), cap_bytes=cap, multiple=split, parameter_bytes=size) * size / degrees.pp
+        moved += whole
+        reduced += whole * (work.micro_batches if work.zero == 2 and index < stages else 1)
     return [
-        Flow(inside, "reduce_scatter", "gradients", times * gather_bytes(whole, split)),
-        Flow(inside, "all_gather", "updated parameters", gather_bytes(whole, split)),
-        Flow(_axes(degrees, "dp_replicate"), "all_reduce", "gradients", all_reduce_bytes(whole / split, copies)),
+        Flow(inside, "reduce_scatter", "gradients", gather_bytes(reduced, split)),
+        Flow(inside, "all_gather", "updated parameters", gather_bytes(moved, split)),
+        Flow(_axes(degrees, "dp_replicate"), "all_reduce", "gradients", all_reduce_bytes(moved / split, copies)),
     ]
 
 
-def full_shard_flows(shapes: Mapping[str, Sequence[int]], degrees: Degrees, work: Work) -> list[Flow]:
+def full_shard_flows(parts: Sequence[Mapping[str, Sequence[int]]], degrees: Degrees, work: Work) -> list[Flow]:
     """Return the flows of ZeRO-3: parameters of each unit for every forward and backward pass, gradients after it.
 
     Units are those of `danlu.parallel.shard.FullShardReducer`. What stays whole from the forward to the backward pass
     is gathered once: the head, which belongs to the root, with a tied embedding and a table of positions.
+
+    Args:
+        parts: see `stage_shapes`.
+        degrees: ranks per axis.
+        work: the step.
+
+    Raises:
+        UserError: parameters are freed after the forward pass in a pipeline; how often depends on the schedule then.
     """
+    if degrees.pp > 1 and work.reshard_after_forward:
+        raise UserError(
+            "how often a pipeline gathers freed parameters depends on its schedule",
+            where="reshard_after_forward",
+            seen=True,
+            legal="False, with pp",
+        )
     split, copies = degrees.dp_shard * degrees.cp, degrees.dp_replicate
-    root = {"head.weight", "position_embedding.weight"}
-    root |= set() if "head.weight" in shapes else {"embedding.weight"}
-    units = padded_numel((shape for name, shape in shapes.items() if name not in root), split)
-    once = padded_numel((shape for name, shape in shapes.items() if name in root), split)
-    gathers = units * (2 if work.reshard_after_forward else 1) + once
-    whole, inside, times = (units + once) * _FP32, _axes(degrees, "dp_shard", "cp"), work.micro_batches
+    units = once = 0
+    for part in parts:
+        root = {"head.weight", "position_embedding.weight"} | (set() if "head.weight" in part else {"embedding.weight"})
+        units += padded_numel((shape for name, shape in part.items() if name not in root), split)
+        once += padded_numel((shape for name, shape in part.items() if name in root), split)
+    times = work.micro_batches if degrees.pp == 1 else 1
+    gathered = (units * (2 if work.reshard_after_forward else 1) + once) * work.parameter_bytes / degrees.pp
+    whole, inside = (units + once) * _FP32 / degrees.pp, _axes(degrees, "dp_shard", "cp")
     return [
-        Flow(inside, "all_gather", "parameters", times * gather_bytes(gathers * work.parameter_bytes, split)),
+        Flow(inside, "all_gather", "parameters", times * gather_bytes(gathered, split)),
         Flow(inside, "reduce_scatter", "gradients", times * gather_bytes(whole, split)),
         Flow(_axes(degrees, "dp_replicate"), "all_reduce", "gradients", all_reduce_bytes(whole / split, copies)),
     ]
@@ -260,7 +329,8 @@ def context_flows(spec: ModelSpec, degrees: Degrees, work: Work) -> list[Flow]:
     cp, e, axes = degrees.cp, work.activation_bytes, _axes(degrees, "cp")
     heads, kv_heads = spec.num_heads // degrees.tp, max(1, spec.num_kv_heads // degrees.tp)
     tokens, layers = work.rows * work.length / cp, spec.num_layers / degrees.pp
-    ids = Flow(axes, "all_gather", "document ids", work.micro_batches * (cp - 1) * tokens * _IDS)
+    plans = work.micro_batches * len(stage_ranks(degrees, work)) / degrees.pp
+    ids = Flow(axes, "all_gather", "document ids", plans * (cp - 1) * tokens * _IDS)
     if work.cp_method == "ulysses":
         each = tokens * spec.head_dim * (2 * heads + 2 * max(kv_heads, cp)) * e
         return [Flow(axes, "all_to_all", "heads", work.micro_batches * layers * 2 * gather_bytes(each, cp)), ids]
@@ -270,12 +340,18 @@ def context_flows(spec: ModelSpec, degrees: Degrees, work: Work) -> list[Flow]:
 
 
 def pipeline_flows(spec: ModelSpec, degrees: Degrees, work: Work) -> list[Flow]:
-    """Return the flows of a pipeline: hidden states forward, their gradient back, at every boundary of stages."""
-    boundaries = degrees.pp - 1 if work.boundaries is None else work.boundaries
+    """Return the flows of a pipeline: hidden states forward, their gradient back, wherever two ranks' stages meet."""
+    places, axes = stage_ranks(degrees, work), _axes(degrees, "pp")
+    boundaries = sum(left != right for left, right in itertools.pairwise(places))
     part = degrees.cp * (degrees.tp if work.sp else 1)
     message = work.rows * work.length / part * spec.hidden_size * work.activation_bytes
     sent = 2 * boundaries * work.micro_batches * message / degrees.pp
-    return [Flow(_axes(degrees, "pp"), "send", "hidden states, their gradients", sent)]
+    flows = [Flow(axes, "send", "hidden states, their gradients", sent)]
+    if spec.tied_embeddings and places[0] != places[-1]:
+        table = math.prod(local_shapes(spec, degrees.tp)["embedding.weight"]) * work.parameter_bytes
+        each = table / (degrees.dp_shard * degrees.cp if work.zero else 1)
+        flows.append(Flow(axes, "send", "gradient of the tied table", 2 * each / degrees.pp))
+    return flows
 
 
 def plan_communication(spec: ModelSpec, degrees: Degrees, work: Work) -> list[Flow]:
@@ -287,17 +363,18 @@ def plan_communication(spec: ModelSpec, degrees: Degrees, work: Work) -> list[Fl
         work: the step.
 
     Raises:
-        UserError: ``work.zero`` is no ZeRO stage, or a count is not positive.
+        UserError: ``work.zero`` is no ZeRO stage, a count is not positive, the model has experts, or see
+            `full_shard_flows`.
     """
     if work.zero not in (0, 1, 2, 3):
         raise UserError("no such ZeRO stage", where="zero", seen=work.zero, legal="0, 1, 2, 3")
     for name in ("micro_batches", "rows", "length"):
         if getattr(work, name) < 1:
             raise UserError("a step has at least one", where=name, seen=getattr(work, name), legal=">= 1")
-    shapes = local_shapes(spec, degrees.tp)
-    parameters = (full_shard_flows if work.zero == 3 else data_flows)(shapes, degrees, work)
-    # the stages of a pipeline hold a share of the parameters each: the mean over ranks
-    flows = [Flow(f.axes, f.operation, f.what, f.sent_bytes / degrees.pp) for f in parameters]
+    if spec.num_experts is not None:
+        raise UserError("what experts send depends on the router", where="model", seen=spec.family, legal="no experts")
+    parts = stage_shapes(spec, degrees, work)
+    flows = (full_shard_flows if work.zero == 3 else data_flows)(parts, degrees, work)
     flows += tensor_flows(spec, degrees, work) if degrees.tp > 1 else []
     flows += context_flows(spec, degrees, work) if degrees.cp > 1 else []
     flows += pipeline_flows(spec, degrees, work) if degrees.pp > 1 else []

@@ -26,7 +26,8 @@ def heavy_after(code: str, heavy: list[str]) -> list[str]:
         "danlu.config.schema, danlu.config.load, danlu.config.rules, danlu.config.pipeline, danlu.config.stages, "
         "danlu.config.data_build",
         "danlu.model.spec, danlu.model.families, danlu.model.presets",
-        "danlu.parallel.schedule, danlu.parallel.timeline, danlu.plan.schedule, danlu.plan.timeline_drawing",
+        "danlu.parallel.schedule, danlu.parallel.timeline, danlu.plan.schedule, danlu.plan.timeline_drawing, "
+        "danlu.plan.communication",
     ],
 )
 def test_configs_specs_and_presets_import_nothing_heavy(modules: str) -> None:
