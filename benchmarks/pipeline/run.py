@@ -8,7 +8,8 @@ executor, autograd and real messages over gloo. A schedule that waits where it n
 receive too late, shows as a utilisation below theory.
 
 Utilisation is the stated work of a rank over the time from the moment when all ranks have met to the end of the last
-rank's last action. What the operating system oversleeps counts as loss.
+rank's last action. What the operating system oversleeps counts as loss; the fastest of a few steps is given, because a
+busy machine wakes sleepers late.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import argparse
 import json
 import os
 import shlex
-import statistics
 import subprocess
 import sys
 import time
@@ -101,26 +101,33 @@ def one_step(pipeline: Pipeline, num_micro_batches: int, milliseconds: list[floa
 def measure(file: Path, milliseconds: list[float], repeats: int, priority: int) -> None:
     """Do every case as one of the ranks; the first writes the seconds of each step."""
     os.nice(-priority)
-    found: list[dict[str, Any]] = []
     with open_world(Degrees(pp=RANKS), device="cpu") as world:
         assert world.up is not None
         assert world.down is not None
         channels = Channels(tuple(range(world.size)), world.rank, world.up, world.down)
-        for name, num_virtual in VIRTUAL.items():
-            pipeline = Pipeline(channels, schedule=name, num_virtual=num_virtual)
+        pipelines = {
+            name: Pipeline(channels, schedule=name, num_virtual=num_virtual) for name, num_virtual in VIRTUAL.items()
+        }
+        for pipeline in pipelines.values():
             pipeline.adopt({})
-            one_step(pipeline, 2, milliseconds, world)  # connections are made when they are first used
-            for count in MICRO_BATCHES:
-                steps = [one_step(pipeline, count, milliseconds, world) for _ in range(repeats)]
-                found.append({"schedule": name, "virtual": num_virtual, "micro_batches": count, "seconds": steps})
-                if world.rank == 0:
-                    print(name, count, f"{statistics.median(steps):.3f} s", file=sys.stderr)
+            pipeline.open(world.device, tied=False)
+        cases = [(name, count) for name in pipelines for count in MICRO_BATCHES]
+        seconds: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
+        for number in range(repeats):  # in turns, so that a busy moment of the machine does not hit one case only
+            for name, count in cases:
+                seconds[name, count].append(one_step(pipelines[name], count, milliseconds, world))
+            if world.rank == 0:
+                print(f"round {number + 1} of {repeats}", file=sys.stderr)
+        found = [
+            {"schedule": name, "virtual": VIRTUAL[name], "micro_batches": count, "seconds": values}
+            for (name, count), values in seconds.items()
+        ]
         if world.rank == 0:
             file.write_text(json.dumps(found), encoding="utf-8")
 
 
 def summary(case: dict[str, Any], milliseconds: list[float]) -> dict[str, Any]:
-    """Add utilisation, measured (median, lowest, highest) and in theory."""
+    """Add utilisation, of the fastest step, lowest and highest, and in theory."""
     forward, back, weight = (value / 1000 / case["virtual"] for value in milliseconds)
     count = case["micro_batches"]
     costs = equal_costs(
@@ -134,7 +141,7 @@ def summary(case: dict[str, Any], milliseconds: list[float]) -> dict[str, Any]:
     shares = sorted(busy / seconds for seconds in case["seconds"])
     return {
         **case,
-        "utilisation": statistics.median(shares),
+        "utilisation": shares[-1],
         "range": [shares[0], shares[-1]],
         "theory": 1 - theory.bubble_fraction,
     }
@@ -163,8 +170,8 @@ def write_page(results: dict[str, Any]) -> None:
         "",
         *machine.machine_lines(results["machine"]),
         f"- Command: `{results['command']}`; {RANKS} processes, gloo on one machine; a rank sleeps "
-        f"{', '.join(f'{value:g}' for value in milliseconds)} ms for F, I, W of a micro-batch; median of "
-        f"{results['repeats']} steps",
+        f"{', '.join(f'{value:g}' for value in milliseconds)} ms for F, I, W of a micro-batch; the fastest of "
+        f"{results['repeats']} steps, taken in turns",
         f"- Versions: {', '.join(f'{name} {number}' for name, number in results['versions'].items())}",
         "",
         "Measured / in theory, with m micro-batches in a step:",
@@ -191,8 +198,8 @@ def write_page(results: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--milliseconds", type=float, nargs=3, default=[40.0, 40.0, 40.0], help="of F, I, W on a rank")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--milliseconds", type=float, nargs=3, default=[30.0, 30.0, 30.0], help="of F, I, W on a rank")
+    parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--priority", type=int, default=0, help="by which ranks raise theirs: they must wake in time")
     parser.add_argument("--file", type=Path, default=HERE / "seconds.json", help="where ranks leave their times")
     options = parser.parse_args()
